@@ -1,0 +1,5 @@
+"""Entry point of the ``twinplane`` command."""
+
+
+def main() -> int:
+    raise SystemExit("not built yet")

@@ -1,0 +1,1 @@
+"""A small typed client for Twinplane's gRPC API."""

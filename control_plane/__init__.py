@@ -1,0 +1,1 @@
+"""The plane that decides: scheduler core, engine facade, gRPC front, text."""

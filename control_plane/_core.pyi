@@ -1,0 +1,151 @@
+"""Native scheduler of the control plane. Contract: CONTRACT.md."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Why a request ended. Mirrors FinishReason in core/types.hpp.
+FINISH_NONE: int = 0  # not finished
+FINISH_EOS: int = 1  # an end-of-sequence token of the model
+FINISH_STOP_TOKEN: int = 2  # one of the request's stop token ids
+FINISH_LENGTH: int = 3  # max_tokens or the context limit
+FINISH_CANCELLED: int = 4  # cancel()
+FINISH_DEADLINE: int = 5  # its deadline passed
+FINISH_NOT_FINITE: int = 6  # its logits were NaN or all -inf
+FINISH_QUARANTINED: int = 7  # was in two consecutive failed steps
+FINISH_STOPPED: int = 8  # the core was stopped
+
+class Event(NamedTuple):
+    """News about one request. Several tokens arrive in one event when the reader was slow."""
+
+    request_id: int
+    tokens: list[int]
+    logprobs: list[float]  # as long as tokens if the request asked for logprobs, else empty
+    ranks: list[int]
+    finish: int  # FINISH_*
+    match: int  # the EOS or stop token id that ended it, else -1
+    # The rest is meaningful in a request's first and last event.
+    cached_tokens: int
+    preemptions: int
+    queued_ns: int  # submit -> first scheduled
+    prefill_ns: int  # first scheduled -> first token
+    decode_ns: int  # first token -> last token
+
+class RequestParams:
+    """What the core and the data plane must know of a request besides its tokens."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,  # >= 1; already clamped to the context limit by the caller
+        eos_token_ids: Sequence[int] = (),  # empty = ignore EOS
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,  # EOS and stop ids are suppressed on the device before so many are emitted
+        temperature: float = 0.0,  # 0 = greedy
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        seed: int = 0,
+        stream: int = 0,
+        logprobs: bool = False,
+        logit_bias: Sequence[tuple[int, float]] = (),
+        allowed_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        deadline_ns: int = 0,  # CLOCK_MONOTONIC; 0 = none
+    ) -> None: ...
+
+class Refusal(NamedTuple):
+    """Why submit() said no. `reason`: NEVER_FITS, QUEUE_FULL, DUPLICATE_ID, PROMPT_TOO_LONG, NO_DATA_PLANE, STOPPING, EMPTY_PROMPT."""
+
+    reason: str
+    limit: int
+    asked: int
+    message: str  # names the limit, its value and what was asked
+
+class CoreConfig:
+    def __init__(
+        self,
+        *,
+        max_rows: int = 64,
+        max_step_tokens: int = 2048,
+        max_chunk_tokens: int = 512,
+        depth: int = 2,
+        max_waiting_requests: int = 1024,
+        max_waiting_tokens: int = 1 << 20,
+        max_model_len: int = 2048,
+    ) -> None: ...
+
+class Pool:
+    """What a session's data plane offers."""
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None: ...
+
+class Stats(NamedTuple):
+    running: int
+    waiting: int
+    waiting_tokens: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    blocks_fenced: int
+    steps_sent: int
+    steps_retired: int
+    tokens_emitted: int
+    prompt_tokens_computed: int
+    preemptions: int
+    finished: list[int]  # by FINISH_* reason
+    refused: int
+    ticks: int
+    tick_ns_total: int
+    tick_ns_max: int
+    host_gap_ns_total: int  # data plane idle while work was runnable
+    missed_wakes: int
+    last_step_ns: int  # CLOCK_MONOTONIC of the last retired step, 0 = none
+
+class Scheduler:
+    """The scheduler without thread, rings and clock: for tests and the simulator. Not thread-safe."""
+
+    def __init__(self, config: CoreConfig) -> None: ...
+    def attach(self, pool: Pool, capacities: Sequence[int]) -> None: ...
+    def detach(self, *, step_failed: bool = False) -> None: ...
+    def submit(self, request_id: int, prompt: NDArray[np.int32], params: RequestParams, now_ns: int) -> Refusal | None: ...
+    def cancel(self, request_id: int) -> bool: ...
+    def tick(self, now_ns: int) -> bytes | None:
+        """Plan and commit one step; the bytes of its slot (StepSlotLayout), or None when there is nothing to send."""
+    def retire(self, result: bytes, now_ns: int) -> None:
+        """Take one result slot (ResultSlotLayout)."""
+    def poll(self) -> list[Event]: ...
+    def stats(self) -> Stats: ...
+    def check(self) -> None:
+        """Recompute conservation (INV-5) from every owner; raises RuntimeError naming the first difference."""
+    def snapshot(self) -> dict[str, Any]:
+        """Every sequence, block and row, for tests and diagnosis. Allocates."""
+
+class EngineCore:
+    """The scheduler on its native thread, between a command queue, a session's rings and an event queue."""
+
+    def __init__(self, config: CoreConfig) -> None: ...
+    @property
+    def event_fd(self) -> int:
+        """Readable when poll() has events; one wake per batch."""
+    def start(self) -> None: ...
+    def stop(self) -> None:
+        """End the thread; live requests get FINISH_STOPPED. Idempotent."""
+    def attach(self, segment_fd: int, capacities: Sequence[int], epoch: int, pool: Pool) -> None:
+        """Begin a session on a mapped segment (the fd is duplicated)."""
+    def activate(self) -> None:
+        """The data plane is ready: steps may be sent."""
+    def detach(self, *, step_failed: bool = False) -> None:
+        """The data plane is gone: everything running is put back to be recomputed. Returns when the core has let go of the mapping."""
+    def submit(self, request_id: int, prompt: NDArray[np.int32], params: RequestParams) -> Refusal | None: ...
+    def cancel(self, request_id: int) -> None: ...
+    def poll(self) -> list[Event]: ...
+    def stats(self) -> Stats: ...
+    def peer(self) -> dict[str, Any]:
+        """State of the data plane as the mapping shows it: phase, phase_step, phase_since_ns, heartbeat_ns, published, consumed; and ours."""

@@ -1,0 +1,177 @@
+"""What passes between the front (gRPC, HTTP, CLI) and the engine facade.
+
+Plain data and errors only: no protobuf, no native module, so that a new front needs nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. ``temperature`` 0 is greedy. Validated by :mod:`twinplane.control_plane.validation`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # None: drawn at random by the engine
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A validated, tokenized request.
+
+    ``max_tokens`` None means "whatever context remains". ``deadline`` is in ``time.monotonic()`` seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # EOS, stop token or stop string
+    LENGTH = "length"  # max_tokens or the context limit
+    CANCELLED = "cancelled"  # CancelGeneration or the client went away
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+    eos_token_id: int | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. ``queue``: received to first scheduled; ``prefill``: to first token; ``decode``: to last token."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    time_to_first_token: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a request produced since its last delta; tokens in order, each exactly once."""
+
+    token_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    cached_prompt_tokens: int = 0
+    timing: Timing | None = None  # with `finish`
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Snapshot of the scheduler."""
+
+    running_requests: int
+    waiting_requests: int
+    waiting_prompt_tokens: int
+    used_kv_blocks: int
+    total_kv_blocks: int
+    generated_tokens_per_second: float
+    scheduler_steps: int
+    seconds_since_last_step: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the attached data plane said of itself in its `hello`."""
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int  # already limited to what the pool can hold
+    vocab_size: int
+    fingerprint: str
+
+
+class EngineState(enum.Enum):
+    WAITING = "waiting for a data plane"
+    LOADING = "data plane loads weights"
+    READY = "ready"
+    STALLED = "data plane does not answer"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class EngineError(Exception):
+    """A request that can not be served. ``reason`` is stable UPPER_SNAKE; ``code`` names a google.rpc.Code."""
+
+    code = "INTERNAL"
+    reason = "INTERNAL"
+
+    def __init__(self, message: str, *, field: str | None = None, retry_delay: float | None = None, metadata: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field  # the request field at fault, dotted
+        self.retry_delay = retry_delay  # seconds
+        self.metadata = metadata or {}
+
+
+class InvalidRequestError(EngineError):
+    code, reason = "INVALID_ARGUMENT", "INVALID_REQUEST"
+
+
+class PromptTooLongError(EngineError):
+    code, reason = "INVALID_ARGUMENT", "PROMPT_TOO_LONG"
+
+
+class NeverFitsError(EngineError):
+    code, reason = "INVALID_ARGUMENT", "NEVER_FITS"
+
+
+class ModelNotFoundError(EngineError):
+    code, reason = "NOT_FOUND", "MODEL_NOT_FOUND"
+
+
+class DuplicateRequestError(EngineError):
+    code, reason = "ALREADY_EXISTS", "DUPLICATE_REQUEST_ID"
+
+
+class QueueFullError(EngineError):
+    code, reason = "RESOURCE_EXHAUSTED", "QUEUE_FULL"
+
+
+class UnavailableError(EngineError):
+    code, reason = "UNAVAILABLE", "DATA_PLANE_LOST"
+
+
+class DrainingError(EngineError):
+    code, reason = "UNAVAILABLE", "DRAINING"
+
+
+class DeadlineError(EngineError):
+    code, reason = "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"
+
+
+class RowFailedError(EngineError):
+    code, reason = "INTERNAL", "LOGITS_NOT_FINITE"
+
+
+class QuarantinedError(EngineError):
+    code, reason = "INTERNAL", "QUARANTINED"

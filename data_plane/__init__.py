@@ -1,0 +1,1 @@
+"""The plane that computes: worker loop, devices, models, paged KV cache, sampler."""

@@ -1,0 +1,1 @@
+"""The contract between the planes (PROTOCOL.md), and what both need: configuration and logging."""
