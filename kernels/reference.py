@@ -1,0 +1,258 @@
+"""Every operation of the data plane in plain torch: its definition, and the oracle of all other forms.
+
+Written for clarity, not speed, and generic in dtype: given float64 tensors everything is computed in
+float64. Otherwise sums, exponentials and norms run in float32 and results are returned in the dtype of the
+first argument.
+
+**How another implementation plugs in.** A module offers functions of the same names and signatures
+(``kernels/registry.py`` says which module serves which device). It may leave functions out; those are taken
+from here. The functions of `KV_GROUP` share the physical layout of the cache, which only they know, and those of
+`LINEAR_GROUP` the form of a packed weight: each group comes from one module as a whole.
+
+Shapes use these letters: T tokens of the step (all sequences concatenated, no padding), S sequences,
+H query heads, G key/value heads (H is a multiple of G), D head dim, B block size, N blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# What a device implementation may replace.
+KV_GROUP = ("allocate_kv", "write_kv", "rope_write_kv", "paged_attention", "copy_blocks")
+LINEAR_GROUP = ("pack_linear", "linear", "linear_silu_mul")  # a packed weight is understood only by its packer
+OPERATIONS = ("rms_norm", "add_rms_norm", "rope_cos_sin", "rope", "silu_mul", "gelu_mul", *LINEAR_GROUP, *KV_GROUP)
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64, everything else accumulates in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------- norms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang & Sennrich 2019).
+
+    x [..., dim], weight [dim] -> [..., dim], dtype of x.
+    """
+    wide = x.to(_accumulation_dtype(x.dtype))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight.to(wide.dtype)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``total = x + residual``; returns (rms_norm(total), total), both [T, dim] in the dtype of x.
+
+    The arguments are given away: an implementation may return `residual` updated in place.
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+# ------------------------------------------------------------------------------------------- positions
+
+
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Tables of rotary embedding (Su et al. 2021) for some positions.
+
+    positions [T] integer; inv_freq [R/2] radians per position (scaling variants differ only here and in
+    `scale`, which YaRN-like variants multiply onto both tables) -> (cos, sin), each [T, R/2], dtype of inv_freq.
+    """
+    angle = positions.to(inv_freq.dtype)[:, None] * inv_freq[None, :]
+    return angle.cos() * scale, angle.sin() * scale
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + R/2) of the first R dims of every head ("rotate-half", as Llama in Hugging Face form).
+
+    x [T, heads, D]; cos, sin [T, R/2] with R <= D (the rest passes through) -> [T, heads, D].
+    """
+    half = cos.shape[-1]
+    wide = x.to(_accumulation_dtype(x.dtype))
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    c, s = cos[:, None, :].to(wide.dtype), sin[:, None, :].to(wide.dtype)
+    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- linear
+
+
+class PackedLinear(NamedTuple):
+    """What `pack_linear` makes of a weight here: nothing at all. Other implementations repack."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Prepare weight [N, K] (and bias [N]) for `linear`, once, at load.
+
+    The result is opaque to the model. An implementation that copies lets the caller drop the originals.
+    """
+    return PackedLinear(weight, bias)
+
+
+def linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
+    """x W^T + bias (+ residual). x [T, K], residual [T, N] -> [T, N]. `residual` is not modified."""
+    y = F.linear(x, packed.weight, packed.bias)
+    return y if residual is None else y + residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a fused projection (SwiGLU, Shazeer 2020). [T, 2 I] -> [T, I]; gate is the first half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up with the tanh approximation (GeGLU). [T, 2 I] -> [T, I]; gate is the first half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def linear_silu_mul(x: Tensor, packed: PackedLinear) -> Tensor:
+    """silu_mul(linear(x, packed)) in one operation. x [T, K], weight [2 I, K] (gate rows first) -> [T, I]."""
+    return silu_mul(linear(x, packed))
+
+
+# ------------------------------------------------------------------------------------------ paged cache
+#
+# Logical layout, and the physical one of this module: K and V are [N, G, B, D]. The CPU kernels keep K in
+# tiles [N, G, B/16, D, 16] (token innermost) so that one query dim meets 16 keys in one vector.
+
+
+def allocate_kv(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor]:
+    """Cache of one layer: K and V, zeroed, dim 0 = physical block, each block contiguous.
+
+    Zeroed because a masked score times NaN garbage would still be NaN.
+    """
+    shape = (num_blocks, num_kv_heads, block_size)
+    return torch.zeros(*shape, head_dim, dtype=dtype, device=device), torch.zeros(*shape, v_head_dim, dtype=dtype, device=device)
+
+
+def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store new keys and values (PagedAttention kernel 1: reshape and block write).
+
+    key [T, G, D], value [T, G, Dv]; slots [T] int64 = block * B + offset in block; all slots are distinct.
+    Converted to the cache's dtype, round to nearest even.
+    """
+    block_size = k_cache.shape[2]
+    block, offset = slots // block_size, slots % block_size
+    k_cache[block, :, offset] = key.to(k_cache.dtype)
+    v_cache[block, :, offset] = value.to(v_cache.dtype)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """From the fused projection to a ready query: optional per-head RMS norm, rotation, cache write.
+
+    qkv [T, (H + 2 G) D], heads of q, then k, then v; cos, sin as from `rope_cos_sin`; q_norm, k_norm [D]
+    (Qwen3) -> query [T, H, D], rotated, dtype of qkv. Writes the T keys and values to `slots`.
+    """
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        query = rms_norm(query, q_norm, eps)
+    if k_norm is not None:
+        key = rms_norm(key, k_norm, eps)
+    write_kv(rope(key, cos, sin), value, k_cache, v_cache, slots)
+    return rope(query, cos, sin)
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a mixed batch over scattered blocks (Kwon et al. 2023, section 4.1).
+
+    query [T, H, D]; block_tables [S, >= ceil(context/B)] int32, entry j = physical block of tokens
+    jB .. jB+B-1 (what lies beyond a sequence's context is never read); context_lens [S] int32, tokens in the
+    cache *after* this step's write; query_start [S+1] int32, sequence i owns query rows
+    query_start[i] : query_start[i+1], which are the **last** tokens of its context. A decode owns one row, a
+    chunk several; order is arbitrary. -> [T, H, Dv], dtype of query.
+
+    Key j is visible to query position p if ``j <= p`` and, with sliding_window w > 0, ``j > p - w``.
+    softcap c > 0: scores become ``c * tanh(score / c)`` before masking (Gemma 2). sinks [H]: one extra logit
+    per head that takes part in the softmax's denominator only (Xiao et al. 2023, gpt-oss).
+    Scores and softmax in float32 (float64 if query is).
+    """
+    wide = _accumulation_dtype(query.dtype)
+    block_size, groups = k_cache.shape[2], query.shape[1] // k_cache.shape[1]
+    out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[-1])
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    for i, context in enumerate(contexts):
+        begin, end = starts[i], starts[i + 1]
+        first = _first_visible(context - (end - begin), sliding_window, block_size)
+        blocks = block_tables[i, first // block_size : -(-context // block_size)].long()
+        q = query[begin:end].to(wide).view(end - begin, -1, groups, query.shape[2]).permute(1, 2, 0, 3)  # [G, H/G, q, D]
+        k = k_cache[blocks].to(wide).transpose(0, 1).flatten(1, 2)[:, None, : context - first]  # [G, 1, ctx, D]
+        v = v_cache[blocks].to(wide).transpose(0, 1).flatten(1, 2)[:, None, : context - first]
+        scores = q @ k.transpose(-1, -2) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = _visible(context, end - begin, first, sliding_window, query.device)
+        weights = _softmax_with_sinks(scores.masked_fill(~visible, float("-inf")), sinks)
+        out[begin:end] = (weights @ v).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
+    return out
+
+
+def _first_visible(first_query: int, sliding_window: int, block_size: int) -> int:
+    """First key any query of the sequence can see, rounded down to a block: blocks before it are not read."""
+    if sliding_window <= 0:
+        return 0
+    return max(0, first_query - sliding_window + 1) // block_size * block_size
+
+
+def _visible(context: int, num_queries: int, first_key: int, sliding_window: int, device: torch.device) -> Tensor:
+    """Mask [num_queries, context - first_key], True where key j may be seen by the query at position p."""
+    p = torch.arange(context - num_queries, context, device=device)[:, None]
+    j = torch.arange(first_key, context, device=device)[None, :]
+    return (j <= p) & (j > p - sliding_window) if sliding_window > 0 else j <= p
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dim of [G, H/G, q, ctx]; `sinks` [H] adds one unattended logit per head."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+
+
+def copy_blocks(caches: list[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """cache[targets[i]] = cache[sources[i]] in every cache (PagedAttention kernel 3, for copy-on-write).
+
+    `caches`: K and V of every layer, dim 0 = block. sources, targets [n] int64. All sources are read before any
+    target is written; targets are distinct.
+    """
+    for cache in caches:
+        cache[targets] = cache[sources]
