@@ -118,9 +118,6 @@ class Size:
     minimum: int = 1
     metavar: str = "BYTES"
 
-        {"": 1, "B": 1} | {p + "iB": 1 << (10 * i) for i, p in enumerate("KMGT", 1)} | {p + "B": 1000**i for i, p in enumerate("KMGT", 1)}
-    )
-
     def parse(self, raw: object) -> int:
         expected = "a size such as 2GiB, 500MB or 1073741824"
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(raw).strip())
@@ -341,9 +338,8 @@ def load(
             values[name] = options[name].parse(value)
         except ValueError as error:
             problems.append(f"{origin}: {error}")
-    problems += [
-        f"{name} is missing: give it on the command line, as {variable_of(name)}, or in the --config file" for name in required if name not in raw
-    ]
+    missing = [name for name in required if name not in raw]
+    problems += [f"{name} is missing: give it on the command line, as {variable_of(name)}, or in the --config file" for name in missing]
     if problems:
         raise ConfigError(problems)
     result = settings(**values)
