@@ -256,3 +256,85 @@ def copy_blocks(caches: list[Tensor], sources: Tensor, targets: Tensor) -> None:
     """
     for cache in caches:
         cache[targets] = cache[sources]
+
+
+# --------------------------------------------------------------------------------------------- sampling
+#
+# One row at a time and with full sorts: the definition of shared/PROTOCOL.md section 5, against which the batched
+# sampler is tested. Logits are [V]; the result of one stage is the argument of the next.
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox-4x32-10 (Salmon et al., SC'11, section 3.3): four 32-bit words from a counter and a key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    mask = 0xFFFFFFFF
+    for _ in range(10):
+        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & mask, (product0 >> 32) ^ c3 ^ k1, product0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, stream: int, position: int) -> float:
+    """The number in [0, 1) behind the token at `position`: a pure function of its arguments (INV-10)."""
+    word = philox4x32((position, stream, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))[0]
+    return (word >> 8) * 2.0**-24
+
+
+def edit_logits(
+    logits: Tensor, bias: dict[int, float] | None = None, allowed: list[int] | None = None, suppressed: list[int] | None = None
+) -> Tensor:
+    """Add `bias` per token id, mask everything but `allowed`, mask `suppressed`. Masked = -inf."""
+    edited = logits.clone()
+    for token, amount in (bias or {}).items():
+        edited[token] += amount
+    if allowed is not None:
+        mask = torch.ones_like(edited, dtype=torch.bool)
+        mask[allowed] = False
+        edited[mask] = float("-inf")
+    edited[suppressed or []] = float("-inf")
+    return edited
+
+
+def penalize(
+    logits: Tensor, prompt: list[int], output: list[int], repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0
+) -> Tensor:
+    """Repetition (Keskar et al. 2019, 4.1) over prompt and output, then presence and frequency over the output only."""
+    penalized = logits.clone()
+    seen = sorted(set(prompt) | set(output))
+    penalized[seen] = torch.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
+    counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=len(logits)).to(logits.dtype)
+    return penalized - presence * (counts > 0) - frequency * counts
+
+
+def logprob_and_rank(logits: Tensor, token: int) -> tuple[float, int]:
+    """Natural log-probability of `token`, and 1 + the number of tokens more likely than it."""
+    return float(logits.log_softmax(-1)[token]), int((logits > logits[token]).sum()) + 1
+
+
+def kept_tokens(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Token ids kept by the filters, most likely first (ties: lower id first), and their unnormalized probabilities.
+
+    top_k 0 or >= V, top_p >= 1 and min_p 0 are off. top-p keeps the shortest prefix whose share of what top-k
+    left reaches top_p (Holtzman et al. 2020), so always at least one; min-p keeps probabilities of at least min_p
+    times the largest (Nguyen et al. 2024).
+    """
+    weights = ((logits - logits.max()) / temperature).exp()
+    weights, ids = weights.sort(descending=True, stable=True)
+    if 0 < top_k < len(ids):
+        weights, ids = weights[:top_k], ids[:top_k]
+    if top_p < 1:
+        before = weights.cumsum(-1) - weights
+        kept = before < top_p * weights.sum()
+        kept[0] = True
+        weights, ids = weights[kept], ids[kept]
+    kept = weights >= min_p * weights[0]
+    return ids[kept], weights[kept]
+
+
+def draw(ids: Tensor, weights: Tensor, u: float) -> int:
+    """Inverse CDF: the first token whose cumulative weight exceeds u times the total."""
+    cumulative = weights.cumsum(-1)
+    index = int((cumulative <= u * cumulative[-1]).sum())
+    return int(ids[min(index, len(ids) - 1)])
