@@ -16,22 +16,23 @@ FINISH_DEADLINE: int = 5  # its deadline passed
 FINISH_NOT_FINITE: int = 6  # its logits were NaN or all -inf
 FINISH_QUARANTINED: int = 7  # was in two consecutive failed steps
 FINISH_STOPPED: int = 8  # the core was stopped
+FINISH_NEVER_FITS: int = 9  # accepted for an earlier session's pool, but the new data plane's pool can never hold it
 
 class Event(NamedTuple):
     """News about one request. Several tokens arrive in one event when the reader was slow."""
 
     request_id: int
-    tokens: list[int]
+    tokens: list[int]  # sampled since the last event; the last one is `match` if an EOS or stop id ended the request
     logprobs: list[float]  # as long as tokens if the request asked for logprobs, else empty
     ranks: list[int]
     finish: int  # FINISH_*
     match: int  # the EOS or stop token id that ended it, else -1
-    # The rest is meaningful in a request's first and last event.
-    cached_tokens: int
-    preemptions: int
+    # Complete in a request's last event; before that, fixed from its first event on, or 0.
+    cached_tokens: int  # 0 without a prefix tree
+    preemptions: int  # last event only
     queued_ns: int  # submit -> first scheduled
     prefill_ns: int  # first scheduled -> first token
-    decode_ns: int  # first token -> last token
+    decode_ns: int  # first token -> last token; last event only
 
 class RequestParams:
     """What the core and the data plane must know of a request besides its tokens."""
@@ -84,6 +85,12 @@ class Pool:
     """What a session's data plane offers."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None: ...
+
+def capacities_for(config: CoreConfig, pool: Pool) -> tuple[int, ...]:
+    """Capacities (in schema order) with which a session's segment suits this config and pool; attach() refuses smaller ones.
+
+    max_extra_words leaves room for the histories of one request of max_model_len and 65,536 words of logit edits.
+    """
 
 class Stats(NamedTuple):
     running: int
@@ -148,4 +155,8 @@ class EngineCore:
     def poll(self) -> list[Event]: ...
     def stats(self) -> Stats: ...
     def peer(self) -> dict[str, Any]:
-        """State of the data plane as the mapping shows it: phase, phase_step, phase_since_ns, heartbeat_ns, published, consumed; and ours."""
+        """Both planes' pages as the mapping shows them, or {} without a session.
+
+        Keys `data` and `control`: dicts of phase, phase_step, phase_since_ns, heartbeat_ns, published, consumed. Key `fault`: what the data
+        plane did against the protocol ("" = nothing); after a fault no step is sent until detach().
+        """
