@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -190,8 +191,7 @@ class Text:
         return str(raw)
 
     def show(self, value: str) -> str:
-        # Quote what YAML would read as something else than this text.
-        return value if re.fullmatch(r"[A-Za-z/~.][\w./~-]*", value) else f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)  # quoted: YAML would read a bare `no` or `1.10` as something else
 
 
 @dataclass(frozen=True)
