@@ -1,0 +1,395 @@
+"""The engine facade: asyncio in front of the native core.
+
+One :class:`Engine` lives on one event loop. ``generate`` submits a request and yields what the core
+reports of it; closing the iterator cancels. The core never calls Python: it fills its event queue and
+makes ``event_fd`` readable once per batch, and :meth:`Engine._pump` deals the batch out to streams.
+
+The session with the data plane is :mod:`twinplane.control_plane.sessions`' business; it tells the
+engine by :meth:`Engine.session_changed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable
+
+import numpy as np
+
+from . import _core
+from .types import (
+    DeadlineError,
+    Delta,
+    DrainingError,
+    DuplicateRequestError,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    Finish,
+    FinishReason,
+    InvalidRequestError,
+    Load,
+    NeverFitsError,
+    PromptTooLongError,
+    QuarantinedError,
+    QueueFullError,
+    RowFailedError,
+    Timing,
+    UnavailableError,
+)
+
+RETRY_DELAY_S = 1.0  # suggested to clients when the data plane is away or the queue is full
+_RATE_WINDOW_S = 5.0  # window of the generated-tokens-per-second gauge
+
+
+class _Stream:
+    """One live request: what the core reported and the reader has not taken yet.
+
+    Tokens that pile up behind a slow reader are merged into one delta, so a stream holds at most its own
+    ``max_tokens`` tokens however long nobody reads.
+    """
+
+    __slots__ = ("_event", "_wake", "core_id", "done", "request_id")
+
+    def __init__(self, core_id: int, request_id: str) -> None:
+        self.core_id = core_id
+        self.request_id = request_id
+        self.done = False  # the core has reported the end; nothing is left to cancel
+        self._event: _core.Event | None = None
+        self._wake = asyncio.Event()
+
+    def push(self, event: _core.Event) -> None:
+        if self._event is not None:
+            earlier = self._event
+            event = event._replace(
+                tokens=earlier.tokens + event.tokens,
+                logprobs=earlier.logprobs + event.logprobs,
+                ranks=earlier.ranks + event.ranks,
+            )
+        self._event = event
+        self.done = self.done or event.finish != _core.FINISH_NONE
+        self._wake.set()
+
+    async def next(self) -> _core.Event:
+        await self._wake.wait()
+        self._wake.clear()
+        event, self._event = self._event, None
+        assert event is not None
+        return event
+
+
+class Engine:
+    """Submits requests to the core and streams what comes back.
+
+    Args:
+        core: the native core; started by :meth:`start`.
+        eos_token_ids: the model's end-of-sequence tokens.
+        max_model_len: longest sequence (prompt + output) in tokens that the model and the operator allow.
+    """
+
+    def __init__(self, core: _core.EngineCore, *, eos_token_ids: Iterable[int], max_model_len: int) -> None:
+        self._core = core
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_model_len = max_model_len
+        self._streams: dict[int, _Stream] = {}
+        self._core_ids: dict[str, int] = {}
+        self._next_core_id = 1
+        self._session_state = EngineState.WAITING
+        self._draining = False
+        self._info: EngineInfo | None = None
+        self._changed = asyncio.Event()  # replaced at every change, so that any number may wait
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._rate = _TokenRate()
+        self._failure: EngineError | None = None  # why streams end early while stopping
+
+    # ------------------------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the core's thread and listen to its events. Call on the loop that will use the engine."""
+        asyncio.get_running_loop().add_reader(self._core.event_fd, self._pump)
+        self._core.start()
+
+    async def stop(self) -> None:
+        """End the core; live streams fail with UNAVAILABLE. Idempotent."""
+        if self._session_state is EngineState.STOPPED:
+            return
+        self._failure = self._failure or DrainingError("the server is stopping", retry_delay=RETRY_DELAY_S)
+        await asyncio.to_thread(self._core.stop)
+        self._pump()
+        asyncio.get_running_loop().remove_reader(self._core.event_fd)
+        self._set_session_state(EngineState.STOPPED)
+
+    async def drain(self, grace: float) -> int:
+        """Refuse new requests, let live ones finish for ``grace`` seconds, then end the rest with UNAVAILABLE.
+
+        Returns the number of requests that did not finish in time.
+        """
+        self._draining = True
+        self._notify()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout=max(grace, 0.0))
+            return 0
+        except TimeoutError:
+            unfinished = list(self._streams.values())
+            self._failure = DrainingError(f"the server stopped before the request finished ({grace:g} s grace)", retry_delay=RETRY_DELAY_S)
+            for stream in unfinished:
+                self._core.cancel(stream.core_id)
+            return len(unfinished)
+
+    # ----------------------------------------------------------------------------------- state
+
+    @property
+    def state(self) -> EngineState:
+        if self._draining and self._session_state is not EngineState.STOPPED:
+            return EngineState.DRAINING
+        return self._session_state
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the data plane said of itself; None before the first one has attached."""
+        return self._info
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence served now: the model's limit, or less if the KV pool is smaller."""
+        return self._info.max_model_len if self._info else self._max_model_len
+
+    def session_changed(self, state: EngineState, info: EngineInfo | None = None) -> None:
+        """The session manager's report: a data plane attached, is ready, stalls or went away."""
+        if info is not None:
+            self._info = info
+        self._set_session_state(state)
+
+    async def watch_state(self) -> AsyncIterator[EngineState]:
+        """Yield the state now and at each change. A watcher that is slow sees the latest, not every one."""
+        last: EngineState | None = None
+        while last is not EngineState.STOPPED:
+            changed = self._changed
+            if self.state is not last:
+                last = self.state
+                yield last
+            else:
+                await changed.wait()
+
+    def load(self) -> Load:
+        stats = self._core.stats()
+        since = (time.monotonic_ns() - stats.last_step_ns) / 1e9 if stats.last_step_ns else None
+        return Load(
+            running_requests=stats.running,
+            waiting_requests=stats.waiting,
+            waiting_prompt_tokens=stats.waiting_tokens,
+            used_kv_blocks=stats.blocks_referenced + stats.blocks_fenced,
+            total_kv_blocks=stats.blocks_total,
+            generated_tokens_per_second=self._rate.per_second(),
+            scheduler_steps=stats.steps_sent,
+            seconds_since_last_step=since,
+        )
+
+    def _set_session_state(self, state: EngineState) -> None:
+        self._session_state = state
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    # -------------------------------------------------------------------------------- requests
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        """Submit ``request`` and yield its deltas; the last one carries ``finish`` and ``timing``.
+
+        Closing the iterator early cancels the request.
+
+        Raises:
+            InvalidRequestError, PromptTooLongError, NeverFitsError: it can not be served, with the numbers.
+            DuplicateRequestError: the id is live.
+            QueueFullError, UnavailableError, DrainingError: not now; ``retry_delay`` says when to ask again.
+            DeadlineError, RowFailedError, QuarantinedError: it ended without an answer.
+        """
+        stream = self._submit(request)
+        try:
+            while True:
+                event = await stream.next()
+                if event.tokens or event.finish in _FINISHES:
+                    yield self._delta(event)
+                if event.finish in _FINISHES:
+                    return
+                if event.finish != _core.FINISH_NONE:
+                    raise self._error(event, request)
+        finally:
+            self._release(stream)
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel by id; the stream ends with ``FinishReason.CANCELLED``. False if the id is not live."""
+        core_id = self._core_ids.get(request_id)
+        if core_id is None:
+            return False
+        self._core.cancel(core_id)
+        return True
+
+    def _submit(self, request: EngineRequest) -> _Stream:
+        self._check_accepting()
+        if request.request_id in self._core_ids:
+            raise DuplicateRequestError(f"request id {request.request_id!r} is live already", field="request_id")
+        core_id = self._next_core_id
+        params = self._params(request)
+        # Known to the pump before the core can report anything.
+        stream = self._streams[core_id] = _Stream(core_id, request.request_id)
+        refusal = self._core.submit(core_id, np.asarray(request.prompt_token_ids, dtype=np.int32), params)
+        if refusal is not None:
+            del self._streams[core_id]
+            raise _refused(refusal)
+        self._next_core_id += 1
+        self._core_ids[request.request_id] = core_id
+        self._idle.clear()
+        return stream
+
+    def _check_accepting(self) -> None:
+        if self._draining or self._session_state is EngineState.STOPPED:
+            raise DrainingError("the server is draining and takes no new requests", retry_delay=RETRY_DELAY_S)
+        if self._info is None:
+            raise UnavailableError(f"not ready: {self._session_state.value}", retry_delay=RETRY_DELAY_S)
+
+    def _params(self, request: EngineRequest) -> _core.RequestParams:
+        sampling = request.sampling
+        prompt_len, limit = len(request.prompt_token_ids), self.max_model_len
+        room = limit - prompt_len
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_len} tokens; at most {limit - 1} fit, since the context limit is {limit} tokens and one is generated",
+                field="input",
+                metadata={"prompt_tokens": str(prompt_len), "max_model_len": str(limit)},
+            )
+        if request.max_tokens is not None and request.max_tokens > room:
+            raise InvalidRequestError(
+                f"stop.max_tokens is {request.max_tokens}, but only {room} tokens fit behind a prompt of {prompt_len} (context limit {limit})",
+                field="stop.max_tokens",
+                metadata={"prompt_tokens": str(prompt_len), "max_model_len": str(limit)},
+            )
+        return _core.RequestParams(
+            max_tokens=room if request.max_tokens is None else request.max_tokens,
+            eos_token_ids=() if request.ignore_eos else self._eos_token_ids,
+            stop_token_ids=request.stop_token_ids,
+            min_tokens=request.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            logprobs=request.logprobs,
+            logit_bias=tuple(sampling.logit_bias.items()),
+            allowed_token_ids=sampling.allowed_token_ids,
+            priority=request.priority,
+            deadline_ns=0 if request.deadline is None else max(1, int(request.deadline * 1e9)),
+        )
+
+    def _release(self, stream: _Stream) -> None:
+        """Forget a stream. If the core still works on it, cancel; its last events find no stream and are dropped."""
+        self._streams.pop(stream.core_id, None)
+        self._core_ids.pop(stream.request_id, None)
+        if not stream.done:
+            self._core.cancel(stream.core_id)
+        if not self._streams:
+            self._idle.set()
+
+    # ---------------------------------------------------------------------------------- events
+
+    def _pump(self) -> None:
+        """Deal one batch of the core's events out to the streams. Runs on the loop."""
+        tokens = 0
+        for event in self._core.poll():
+            tokens += len(event.tokens)
+            stream = self._streams.get(event.request_id)
+            if stream is not None:
+                stream.push(event)
+        self._rate.add(tokens)
+
+    def _delta(self, event: _core.Event) -> Delta:
+        finish = _FINISHES.get(event.finish)
+        if finish is not None and event.finish == _core.FINISH_CANCELLED and self._failure is not None:
+            raise self._failure
+        if event.finish == _core.FINISH_EOS:
+            finish = Finish(FinishReason.STOP, eos_token_id=event.match)
+        elif event.finish == _core.FINISH_STOP_TOKEN:
+            finish = Finish(FinishReason.STOP, stop_token_id=event.match)
+        return Delta(
+            token_ids=event.tokens,
+            logprobs=event.logprobs,
+            ranks=event.ranks,
+            finish=finish,
+            cached_prompt_tokens=event.cached_tokens,
+            timing=_timing(event) if finish else None,
+        )
+
+    def _error(self, event: _core.Event, request: EngineRequest) -> EngineError:
+        match event.finish:
+            case _core.FINISH_DEADLINE:
+                return DeadlineError(f"the deadline passed after {event.queued_ns / 1e9:.3f} s in the queue")
+            case _core.FINISH_NOT_FINITE:
+                return RowFailedError(
+                    "the model produced logits that are not finite (NaN, or nothing left to choose from) for this request"
+                )
+            case _core.FINISH_QUARANTINED:
+                return QuarantinedError("the request was in two consecutive steps that crashed the data plane; it will not be tried again")
+            case _core.FINISH_NEVER_FITS:
+                return NeverFitsError("the KV cache of the data plane that took over is too small for this request")
+        return self._failure or UnavailableError("the server is stopping", retry_delay=RETRY_DELAY_S)
+
+
+_FINISHES = {
+    _core.FINISH_EOS: Finish(FinishReason.STOP),
+    _core.FINISH_STOP_TOKEN: Finish(FinishReason.STOP),
+    _core.FINISH_LENGTH: Finish(FinishReason.LENGTH),
+    _core.FINISH_CANCELLED: Finish(FinishReason.CANCELLED),
+}
+
+_REFUSALS: dict[str, type[EngineError]] = {
+    "NEVER_FITS": NeverFitsError,
+    "QUEUE_FULL": QueueFullError,
+    "DUPLICATE_ID": DuplicateRequestError,
+    "PROMPT_TOO_LONG": PromptTooLongError,
+    "NO_DATA_PLANE": UnavailableError,
+    "STOPPING": DrainingError,
+    "EMPTY_PROMPT": InvalidRequestError,
+}
+
+
+def _refused(refusal: _core.Refusal) -> EngineError:
+    error = _REFUSALS[refusal.reason]
+    return error(
+        refusal.message,
+        retry_delay=RETRY_DELAY_S if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE") else None,
+        metadata={"limit": str(refusal.limit), "asked": str(refusal.asked)},
+    )
+
+
+def _timing(event: _core.Event) -> Timing:
+    queue, prefill, decode = event.queued_ns / 1e9, event.prefill_ns / 1e9, event.decode_ns / 1e9
+    return Timing(queue=queue, prefill=prefill, decode=decode, time_to_first_token=queue + prefill, preemptions=event.preemptions)
+
+
+class _TokenRate:
+    """Tokens per second over the last few seconds, in one-second buckets."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, int] = {}
+
+    def add(self, tokens: int) -> None:
+        if tokens:
+            second = int(time.monotonic())
+            self._buckets[second] = self._buckets.get(second, 0) + tokens
+            self._trim(second)
+
+    def per_second(self) -> float:
+        self._trim(int(time.monotonic()))
+        return sum(self._buckets.values()) / _RATE_WINDOW_S
+
+    def _trim(self, now: int) -> None:
+        for second in [s for s in self._buckets if s <= now - _RATE_WINDOW_S]:
+            del self._buckets[second]
