@@ -1,39 +1,37 @@
-"""Native CPU kernels: packed linears, paged attention, norms, RoPE, KV writes; the GIL is released while they run.
+"""Native CPU kernels: packed linears, paged attention, norms, RoPE, KV writes. The GIL is released while they run.
+
+`kernels/cpu/ops.py` gives them the signatures of `kernels/reference.py`, which also defines what they compute; here every result goes into an
+array of the caller.
 
 Arrays
-    Any CPU array that speaks DLPack: numpy arrays or torch tensors. A numpy view costs 0.2 us to pass, a torch tensor
-    about 3 us, so a hot path makes numpy views of its buffers once and keeps them. bf16 is a torch bfloat16 tensor, or a
-    uint16 array of the same bits (numpy has no bfloat16). The last dimensions must be contiguous; where a leading stride
-    may be free, it is said. Nothing is converted or copied silently: a wrong dtype, shape or stride raises ValueError naming
+    CPU torch tensors (0.1 us each, through torch's DLPack C interface) or numpy arrays. bf16 is a torch bfloat16 tensor or a uint16
+    array of the same bits (numpy has no bfloat16). The last dimension is contiguous; "row stride free" is said where a leading
+    stride may be anything. Nothing is converted or copied behind the caller's back: a wrong dtype, shape or stride raises ValueError naming
     the argument.
 
-Sequences of a step
-    ``seqs`` is int32/uint32 ``[num_seqs, >= 4]`` with columns (row, position, num_tokens, token_start): the words of
-    ``SeqEntry`` as they lie in the step slot. ``block_table`` is int32/uint32 ``[num_rows, max_blocks]`` (row stride free). Tokens of all
-    sequences are concatenated: token ``token_start + i`` stands at ``position + i`` of its sequence.
+Letters, as in reference.py
+    T tokens of the step, S sequences, H query heads, G key/value heads, D head dim, Dv head dim of V, B block size, N blocks.
 
 KV cache of one layer
-    ``k_cache [num_blocks, num_kv_heads, head_dim, block_size]`` (transposed inside the block: 16 keys are one vector load)
-    ``v_cache [num_blocks, num_kv_heads, block_size, head_dim]``
-    float32 or bf16, block_size a multiple of 16; the block stride is free, so K and V of all layers may share one allocation in
-    which a block is one run of bytes (then :func:`copy_blocks` is one memcpy per block).
+    ``k_cache [N, G, B / 16, D, 16]`` (token innermost: 16 keys are one vector load) and ``v_cache [N, G, B, Dv]``, both float32 or both
+    bf16; B a multiple of 16; each block contiguous, block stride free.
 
 Same answer, whatever the neighbours (INV-10)
-    Every output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction
-    set: each linear output is one chain of fused multiply-adds over K in ascending order, and attention is split at fixed absolute
-    positions (every 256 keys) and merged in ascending order.
+    Each output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction set. A linear
+    output is one chain of fused multiply-adds over K in ascending order, for any number of rows. Attention is split at absolute positions
+    (every ATTENTION_SPLIT keys), the parts merged in ascending order.
 """
 
 from collections.abc import Sequence
 from typing import Any, Literal, final
 
-# numpy.ndarray or torch.Tensor; see "Arrays" above.
+# A CPU torch.Tensor or numpy.ndarray; see "Arrays" above.
 Array = Any
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
 Isa = Literal["avx512", "avx2", "plain"]
 WeightKind = Literal["float32", "bfloat16", "Q8_0", "Q4_0", "Q4_1"]
 
-ATTENTION_SPLIT: int  # 256: keys per partition of the softmax
+ATTENTION_SPLIT: int  # 256 keys
 
 # ---- processor and threads
 
@@ -59,19 +57,18 @@ def set_threads(n: int) -> None:
 
 @final
 class PackedLinear:
-    """``y = x W^T (+ bias)``: weights packed once into column panels. Arithmetic is float32 over the exact stored values."""
+    """``y = x W^T (+ bias)``: weights [N, K] packed once into column panels. Arithmetic is float32 over the exact stored values."""
 
     def __init__(self, weight: Array, bias: Array | None = None, dtype: Literal["float32", "bfloat16"] | None = None) -> None:
-        """``weight [out_features, in_features]`` float32 or bf16; ``bias [out_features]`` float32. ``dtype`` is the storage
-        (None: the weight's own); float32 given for bfloat16 storage is rounded to nearest even."""
+        """``weight [N, K]`` float32 or bf16 (row stride free); ``bias [N]`` float32. ``dtype`` is the storage (None: the weight's
+        own); float32 given for bfloat16 storage is rounded to nearest even."""
     @staticmethod
     def from_gguf(blocks: Array, kind: Literal["Q8_0", "Q4_0", "Q4_1"], bias: Array | None = None) -> PackedLinear:
-        """``blocks`` uint8 ``[out_features, in_features / 32 * block_bytes]``, GGUF's own block format
-        (34, 18, 20 bytes per 32 weights). Values used are exactly gguf.dequantize's."""
+        """``blocks`` uint8 ``[N, K / 32 * block_bytes]`` in GGUF's own block format (34, 18, 20 bytes per 32 weights). The
+        values used are exactly those of gguf.dequantize."""
     @staticmethod
     def quantize(weight: Array, kind: Literal["Q8_0", "Q4_0", "Q4_1"], bias: Array | None = None) -> PackedLinear:
-        """Quantize ``weight [out_features, in_features]`` float32 as GGUF's reference quantizers do, then pack. in_features must be a
-        multiple of 32."""
+        """Quantize ``weight [N, K]`` float32 (K a multiple of 32) as GGUF's reference quantizers do, and pack."""
     @property
     def out_features(self) -> int: ...
     @property
@@ -84,98 +81,111 @@ class PackedLinear:
     @property
     def isa(self) -> Isa: ...
     def __call__(self, x: Array, out: Array, residual: Array | None = None, activation: Activation = "none") -> None:
-        """``out = activation(x W^T + bias) + residual``. x ``[n, in_features]``, out and residual ``[n, out_features]``, float32, row
-        strides free. ``out`` may be ``residual`` itself (in place), not overlap ``x``."""
+        """``out = activation(x W^T + bias) + residual``. x ``[T, K]``, out and residual ``[T, N]``, float32, row strides
+        free. ``out`` may be ``residual`` itself (in place) but must not overlap ``x``."""
     def gather(self, ids: Array, out: Array) -> None:
-        """``out[i] = W[ids[i]]``, dequantized: the embedding of a tied head. ids int32 [n] in [0, out_features), out float32
-        [n, in_features]."""
+        """``out[i] = W[ids[i]]``, dequantized: the embedding of a tied head. ids int32 or int64 ``[T]``, out float32 ``[T, K]``.
+        Raises ValueError if an id is out of range."""
 
-def linear_gated(x: Array, gate: PackedLinear, up: PackedLinear, out: Array, activation: Activation = "silu") -> None:
-    """``out = activation(gate(x)) * up(x)``, tile by tile. x ``[n, in]``, out ``[n, out_features]`` float32."""
+def linear_gated(x: Array, gate_up: PackedLinear, out: Array, activation: Activation = "silu") -> None:
+    """``out = activation(x Wg^T) * (x Wu^T)``: gate_up's rows are those of the gate, then as many of up. x ``[T, K]``, out ``[T, N / 2]``."""
 
-def linear_qkv(
+def linear_rope_write_kv(
     x: Array,
-    query: PackedLinear,
-    key: PackedLinear,
-    value: PackedLinear,
-    q_out: Array,
+    qkv: PackedLinear,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Array,
+    sin: Array,
     k_cache: Array,
     v_cache: Array,
-    block_table: Array,
-    seqs: Array,
-    cos_sin: Array | None = None,
-    interleaved: bool = False,
-    query_norm: Array | None = None,
-    key_norm: Array | None = None,
-    norm_eps: float = 1e-6,
+    slots: Array,
+    q_out: Array,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """Projections of one attention layer: Q, K, V linears, optional per-head RMSNorm (weights ``[head_dim]``), RoPE on Q and K, K and V
-    written into their blocks. x ``[num_tokens, hidden]``, q_out ``[num_tokens, num_heads, head_dim]`` float32. See :func:`rope_write_kv`
-    for ``cos_sin``."""
+    """qkv(x), then :func:`rope_write_kv`, in one call. x ``[T, K]`` float32."""
 
 # ---- attention and its cache
 
 def rope_write_kv(
-    q: Array | None,
-    k: Array,
-    v: Array,
+    qkv: Array,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Array,
+    sin: Array,
     k_cache: Array,
     v_cache: Array,
-    block_table: Array,
-    seqs: Array,
-    cos_sin: Array | None = None,
-    interleaved: bool = False,
+    slots: Array,
+    q_out: Array,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """Rotate q and k by their positions (in place) and write k, v into their blocks. q ``[num_tokens, num_heads, head_dim]`` (None: no
-    query), k and v ``[num_tokens, num_kv_heads, head_dim]`` float32, token stride free. ``cos_sin`` float32
-    ``[max_positions, rotary_dim]``: cosines in the first half of a line, sines in the second (None: no rotation). The first rotary_dim
-    dimensions are rotated (RoFormer, arXiv 2104.09864): pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) if ``interleaved``."""
+    """Fused projection -> ready query: optional RMS norm per head (weights ``[D]``), rotation of q and k, K and V to their slots.
 
-def write_kv(k: Array, v: Array, k_cache: Array, v_cache: Array, block_table: Array, seqs: Array) -> None:
-    """Write k, v ``[num_tokens, num_kv_heads, head_dim]`` float32 into their blocks (bf16: rounded to nearest even)."""
+    qkv ``[T, (H + 2 G) D]`` float32 (row stride free), heads of q, then k, then v. cos, sin float32 ``[T, R / 2]``, R <= D: the pairs (i, i + R/2) of
+    a head are rotated (arXiv 2104.09864). slots int64 ``[T]`` = block * B + offset in the block. q_out ``[T, H, D]`` float32. Needs Dv = D.
+    Raises ValueError if a slot is out of range."""
+
+def rope(x: Array, cos: Array, sin: Array, out: Array) -> None:
+    """Rotation alone. x, out ``[T, heads, D]`` float32 (may be the same array)."""
+
+def write_kv(key: Array, value: Array, k_cache: Array, v_cache: Array, slots: Array) -> None:
+    """key ``[T, G, D]``, value ``[T, G, Dv]`` float32 to their slots (bf16 cache: rounded to nearest even)."""
 
 def paged_attention(
-    q: Array,
+    query: Array,
     k_cache: Array,
     v_cache: Array,
-    block_table: Array,
-    seqs: Array,
+    block_tables: Array,
+    context_lens: Array,
+    query_start: Array,
     out: Array,
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Array | None = None,
+    rows: Array | None = None,
 ) -> None:
-    """Causal attention over scattered blocks (arXiv 2309.06180, section 4.1), decodes and chunks in one call. The K and V of the step's own
-    tokens must have been written. q, out ``[num_tokens, num_heads, head_dim]`` float32 (token stride free); num_heads a multiple of
-    num_kv_heads. The query at position p sees keys ``max(0, p - sliding_window + 1) .. p`` (0: all). ``softcap`` c > 0 replaces scores s by
-    ``c tanh(s / c)`` after scaling. Tokens of no sequence are left untouched in ``out``."""
+    """Causal attention over scattered blocks (arXiv 2309.06180, section 4.1), decodes and chunks in one call.
 
-def copy_blocks(cache: Array, pairs: Array) -> None:
-    """``cache[target] = cache[source]`` for each (source, target) of int32/uint32 ``pairs [n, 2]``, in order. cache ``[num_blocks, ...]``, any
-    dtype, contiguous within a block. Raises ValueError if a block is out of range."""
+    query ``[T, H, D]``, out ``[T, H, Dv]`` float32; block_tables int32 ``[R, >= ceil(context / B)]`` (row stride free); context_lens int32 ``[S]``, tokens
+    cached after this step's write; query_start int32 ``[S + 1]``: sequence i owns query rows query_start[i] : query_start[i+1], the last
+    tokens of its context. ``rows`` int32 ``[S]``: the line of block_tables of each sequence (None: line i, R = S), so that a table of permanent
+    rows is read as it lies. The query at position p sees keys j <= p, with sliding_window w > 0 only j > p - w. softcap c > 0: c tanh(score / c)
+    after scaling. sinks float32 ``[H]``: one more logit in the denominator. Raises ValueError naming the sequence if a block id is out of range."""
+
+def copy_blocks(caches: Sequence[Array], sources: Array, targets: Array) -> None:
+    """``cache[targets[i]] = cache[sources[i]]`` in every cache (dim 0 = block, contiguous within a block, any dtype). sources, targets int32 or
+    int64 ``[n]``; all sources are read before any target is written; targets are distinct. Raises ValueError if a block is out of range."""
 
 # ---- element-wise
 
 def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """``out = x / sqrt(mean(x^2) + eps) * weight`` per row (arXiv 1910.07467). x, out ``[n, hidden]`` float32, may be the same."""
+    """``out = x / sqrt(mean(x^2) + eps) * weight`` per row (arXiv 1910.07467). x, out ``[T, dim]`` float32, may be the same."""
 
 def add_rms_norm(x: Array, residual: Array, weight: Array, eps: float, out: Array) -> None:
-    """``residual += x; out = rms_norm(residual)``."""
+    """``residual += x; out = rms_norm(residual)``. All ``[T, dim]``; out may be x."""
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array) -> None:
     """``out = (x - mean) / sqrt(var + eps) * weight + bias`` per row (arXiv 1607.06450)."""
 
+def gated(gate_up: Array, out: Array, activation: Activation = "silu") -> None:
+    """``out = activation(gate_up[:, :I]) * gate_up[:, I:]``. gate_up ``[T, 2 I]``, out ``[T, I]`` float32."""
+
 def argmax(logits: Array, out: Array) -> None:
-    """out int32 ``[n]``: index of the greatest of ``logits [n, vocab]`` float32 (lowest index among equals), or -1 for a row that holds NaN
+    """out int32 ``[T]``: index of the greatest of ``logits [T, V]`` float32 (lowest index among equals), or -1 for a row that holds NaN
     or whose greatest value is infinite (all -inf, or an overflow)."""
 
 # ---- for benchmarks and tests
 
 def measure_read_bandwidth(megabytes: int = 256) -> float:
-    """GB/s of all threads summing a buffer of this size; the best of three runs."""
+    """GB/s of all threads summing a buffer of this size; the best of five runs."""
 
 def measure_fma_rate() -> float:
-    """GFLOP/s of all threads running independent fused multiply-adds in registers; the best of three runs."""
+    """GFLOP/s of all threads running independent fused multiply-adds in registers; the best of five runs."""
 
-def parallel_claims(tiles: int, delays_us: Sequence[int]) -> list[int]:
-    """Run ``tiles`` empty tiles on the pool, the worker i sleeping delays_us[i] in each; returns how many tiles each worker took."""
+def claimed_tiles(tiles: int, delays_us: Sequence[int]) -> list[int]:
+    """Run ``tiles`` tiles on the pool, worker i sleeping delays_us[i] in each; returns how many tiles each worker took."""
