@@ -191,7 +191,7 @@ class Text:
         return str(raw)
 
     def show(self, value: str) -> str:
-        return json.dumps(value, ensure_ascii=False)  # quoted: YAML would read a bare `no` or `1.10` as something else
+        return value
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,14 @@ class Option:
             return None
         return self.kind.parse(raw)
 
-    def show(self, value: object) -> str:
+    def plain(self, value: object) -> str:
+        """The value as text that ``parse`` reads again."""
         return "auto" if value is None else self.kind.show(value)
+
+    def yaml(self, value: object) -> str:
+        """The value as a YAML scalar. Text is quoted: YAML would read a bare ``no`` or ``1.10`` as something else."""
+        text = self.plain(value)
+        return json.dumps(text, ensure_ascii=False) if isinstance(value, str) and isinstance(self.kind, Text) else text
 
 
 def option(default: Any, kind: Kind, group: str, help: str, *, auto: str | None = None) -> Any:
@@ -243,7 +249,7 @@ class Loaded(Generic[S]):
     def effective(self) -> str:
         """The settings as YAML that ``--config`` accepts, each line with its origin as a comment."""
         options = options_of(type(self.settings))
-        lines = {name: f"{name.replace('_', '-')}: {option.show(getattr(self.settings, name))}" for name, option in options.items()}
+        lines = {name: f"{name.replace('_', '-')}: {option.yaml(getattr(self.settings, name))}" for name, option in options.items()}
         width = max(map(len, lines.values()))
         text = []
         for group in dict.fromkeys(option.group for option in options.values()):
