@@ -6,7 +6,9 @@ Plain data and errors only: no protobuf, no native module, so that a new front n
 from __future__ import annotations
 
 import enum
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,9 @@ class EngineError(Exception):
     code = "INTERNAL"
     reason = "INTERNAL"
 
-    def __init__(self, message: str, *, field: str | None = None, retry_delay: float | None = None, metadata: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_delay: float | None = None, metadata: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field  # the request field at fault, dotted
@@ -175,3 +179,36 @@ class RowFailedError(EngineError):
 
 class QuarantinedError(EngineError):
     code, reason = "INTERNAL", "QUARANTINED"
+
+
+class EngineLike(Protocol):
+    """What a front asks of the engine. One event loop; no method blocks it."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        """Deltas of one request, the last one with ``finish`` (and ``timing``); raises EngineError subclasses.
+
+        An asynchronous generator: nothing happens before the first ``__anext__``, and ``aclose`` (or an exception or
+        cancellation inside) cancels the request. A reader that falls behind finds its tokens merged into one delta,
+        so what waits for it is bounded by ``max_tokens``.
+        """
+
+    def cancel(self, request_id: str) -> bool:
+        """End a live request with FinishReason.CANCELLED; False if the id is not live."""
+
+    def load(self) -> Load: ...
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None until a data plane said hello."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    def watch_state(self) -> AsyncIterator[EngineState]:
+        """The present state, then every change, until the engine is stopped or the iterator closed."""
+
+    async def drain(self, grace: float) -> int:
+        """Stop admitting (DrainingError from then on) and wait, at most ``grace`` seconds, for live requests.
+
+        Returns how many are unfinished. Idempotent; a second call waits on its own grace.
+        """
