@@ -81,6 +81,7 @@ class _Child:
         os.set_blocking(self.report, False)
         self.pidfd = os.pidfd_open(self.process.pid)
         self.cause: str | None = None
+        self.report_ended = False
         self._unread = b""
 
     @property
@@ -92,6 +93,7 @@ class _Child:
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.report, 4096):
                 self._unread += chunk
+            self.report_ended = True
         *lines, self._unread = self._unread.split(b"\n")
         texts = [line.decode(errors="replace") for line in lines]
         for text in texts:
@@ -196,15 +198,14 @@ class Supervisor:
             self._served = True
             self._timers.pop("progress", None)
             self._report("ready", f"ready after {time.monotonic() - self._began:.1f} s: {self._ready_sentence()}")
-        elif not lines:  # end of file: the pidfd says the rest
-            self._selector.unregister(child.report)
+        if child.report_ended:  # the pidfd says the rest
+            self._unregister(child.report)
 
     def _ended(self, child: _Child) -> None:
-        if child.report in self._selector.get_map():
-            self._reported(child)
-        for descriptor in (child.pidfd, child.report):
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(descriptor)
+        for other in self._children.values():  # news that came before this death counts as such
+            self._reported(other)
+        self._unregister(child.pidfd)
+        self._unregister(child.report)
         del self._children[child.plane.name]
         code = child.reap()
         if self._stopping:
@@ -226,6 +227,10 @@ class Supervisor:
             self._exit_code = 1
         if child.plane is self._control and self._data.name in self._children:
             self._after("stop data", LEAVE_S, lambda: self._terminate(self._data.name))
+
+    def _unregister(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
 
     # ---- restarting
 
