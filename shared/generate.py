@@ -15,7 +15,7 @@ if __package__:
     from . import schema
 else:
     sys.path.insert(0, str(Path(__file__).parent))
-    import schema  # type: ignore[no-redef]
+    import schema  # type: ignore[import-not-found, no-redef]
 
 HERE = Path(__file__).parent
 SCALARS = {"u32": (4, "uint32_t", "<u4"), "i32": (4, "int32_t", "<i4"), "f32": (4, "float", "<f4"), "u64": (8, "uint64_t", "<u8")}
@@ -63,8 +63,7 @@ def cpp_struct(struct: schema.Struct) -> list[str]:
 def cpp_layout(name: str, doc: str, regions: tuple[schema.Region, ...]) -> list[str]:
     """A struct of byte offsets, computed from the capacities by one constexpr constructor."""
     lines = [f"// {doc}", f"struct {name} {{"]
-    for region in regions:
-        lines.append(f"  uint64_t {region.name} = 0;  // {region.type} x {region.count}: {region.doc}")
+    lines += [f"  uint64_t {r.name} = 0;  // {r.type} x {r.count}: {r.doc}" for r in regions]
     lines += ["  uint64_t bytes = 0;  // whole size, a multiple of the page", "", f"  constexpr explicit {name}(const Capacities& c) {{"]
     lines += ["    uint64_t at = 0;"]
     for region in regions:
@@ -84,9 +83,12 @@ def cpp_sizeof(type_name: str) -> str:
 
 
 def generate_cpp() -> str:
-    out = [f"// {NOTICE}", "// Byte layout of everything the two planes share; meaning and rules: shared/PROTOCOL.md.", "#pragma once", ""]
-    out += ["#include <cstddef>", "#include <cstdint>", "#include <type_traits>", "", "namespace twinplane::wire {", ""]
-    out += [f"inline constexpr uint64_t kMagic = {schema.MAGIC:#x};", f"inline constexpr uint32_t kLayoutVersion = {schema.LAYOUT_VERSION};"]
+    out = [f"// {NOTICE}", "// Byte layout of everything the two planes share; meaning and rules: shared/PROTOCOL.md.", "#pragma once"]
+    out += ["", "#include <cstddef>", "#include <cstdint>", "#include <type_traits>", "", "namespace twinplane::wire {", ""]
+    out += [
+        f"inline constexpr uint64_t kMagic = {schema.MAGIC:#x};",
+        f"inline constexpr uint32_t kLayoutVersion = {schema.LAYOUT_VERSION};",
+    ]
     out += [f"inline constexpr uint64_t kLayoutHash = {layout_hash():#x};", f"inline constexpr uint64_t kPage = {schema.PAGE};"]
     out += [f"inline constexpr uint64_t kCacheLine = {schema.CACHE_LINE};", f"inline constexpr int32_t kNoToken = {schema.NO_TOKEN};", ""]
     for flags in schema.FLAGS:
@@ -110,7 +112,8 @@ def camel(name: str) -> str:
 
 
 def py_layout(name: str, doc: str, regions: tuple[schema.Region, ...]) -> list[str]:
-    lines = ["", "", "class " + name + ":", f'    """{doc}"""', "", f"    __slots__ = {tuple([r.name for r in regions] + ['bytes'])!r}".replace("'", '"')]
+    slots = ", ".join(f'"{name}"' for name in [r.name for r in regions] + ["bytes"])
+    lines = ["", "", f"class {name}:", f'    """{doc}"""', "", f"    __slots__ = ({slots})"]
     lines += ["", "    def __init__(self, c: Capacities) -> None:", "        at = 0"]
     for region in regions:
         count = region.count if region.count.isdigit() else f"c.{region.count}"
@@ -143,7 +146,12 @@ def generate_py() -> str:
             shape = f", ({field.count},)" if field.count > 1 else ""
             out.append(f'        ("{field.name}", "{SCALARS[field.type][2]}"{shape}),  # {field.doc}')
         out += ["    ]", ")", f"assert {snake(struct.name).upper()}.itemsize == {size}", ""]
-    out += ["", "class Capacities(NamedTuple):", '    """Sizes agreed for one session; fixed by the control plane from the data plane\'s `hello`."""', ""]
+    out += [
+        "",
+        "class Capacities(NamedTuple):",
+        '    """Sizes agreed for one session; fixed by the control plane from the data plane\'s `hello`."""',
+        "",
+    ]
     out += [f"    {n}: int  # {d}" for n, d in schema.CAPACITIES]
     out += ["", "", "def _align_up(n: int, to: int) -> int:", "    return (n + to - 1) // to * to"]
     out += py_layout("StepSlotLayout", "Byte offsets inside a step slot.", schema.STEP_REGIONS)
