@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 from twinplane.cli.plane import plane_parser, run_plane
 from twinplane.shared.config import DataPlaneSettings
@@ -17,6 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(settings: DataPlaneSettings) -> int:
+    from twinplane.data_plane.config import DataPlaneConfig
     from twinplane.data_plane.main import run as run_data_plane  # torch: only once all else is right
 
-    return run_data_plane(settings)
+    return run_data_plane(DataPlaneConfig(**{field.name: getattr(settings, field.name) for field in fields(DataPlaneConfig)}))

@@ -12,8 +12,7 @@ import os
 import sys
 from typing import NamedTuple
 
-EXIT_USAGE = 2  # the command line is not understood
-EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: understood, but the settings are wrong
+from twinplane.cli import EXIT_CONFIG, EXIT_USAGE
 
 
 class Command(NamedTuple):
@@ -94,3 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `twinplane ... | head`: whoever read us has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -43,7 +43,7 @@ def plane_argv(command: str, plane: type[CommonSettings], loaded: Loaded[ServeSe
         for name, option in options_of(plane).items()
         if loaded.origins[name] != "default"
     ]
-    return [sys.executable, "-m", "twinplane.cli", command, *flags]
+    return [sys.executable, "-m", "twinplane.cli.main", command, *flags]
 
 
 def _reporter(settings: ServeSettings) -> Reporter:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from twinplane.cli.main import EXIT_CONFIG, EXIT_USAGE
+from twinplane.cli import EXIT_CONFIG, EXIT_USAGE
 from twinplane.shared.supervision import die_with_parent
 
 RESTART_WINDOW_S = 300.0

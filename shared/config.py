@@ -32,6 +32,8 @@ class CommonSettings:
         "longest sequence, prompt and answer together, in tokens",
         auto="what the model was trained for, or what the KV cache can hold if that is less",
     )
+    max_num_seqs: int = option(64, Integer(1, 65536), "scheduler", "sequences in flight at once")
+    max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "scheduler", "tokens one step may carry over all its sequences")
     instance: str = option(
         "default",
         Text("NAME", r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "1 to 64 letters, digits, '_', '.' or '-'"),
@@ -47,6 +49,11 @@ class CommonSettings:
         looks_like_path = self.model.startswith(("/", "./", "../", "~")) or self.model.endswith(".gguf")
         if looks_like_path and not Path(self.model).expanduser().exists():
             found.append(f"model: {self.model} does not exist")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            found.append(
+                f"max-num-seqs is {self.max_num_seqs} but max-num-batched-tokens only {self.max_num_batched_tokens}: "
+                "every running sequence needs one token of each step, so raise the latter or lower the former"
+            )
         return found
 
 
@@ -69,8 +76,6 @@ class ControlPlaneSettings(CommonSettings):
     port: int = option(50051, Integer(0, 65535, "PORT"), "network", "gRPC port; 0 takes a free one")
     uds: str | None = option(None, Text("PATH"), "network", "listen on this UNIX socket instead of host and port", auto="TCP")
 
-    max_num_seqs: int = option(64, Integer(1, 65536), "scheduler", "sequences in flight at once")
-    max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "scheduler", "tokens one step may carry over all its sequences")
     max_chunk_tokens: int = option(512, Integer(1, 1 << 20), "scheduler", "prompt tokens one sequence may get in one step")
     overlap_depth: int = option(2, Integer(1, 3), "scheduler", "steps in flight; 1 plans a step only after the last one returned")
     max_waiting_requests: int = option(1024, Integer(0), "scheduler", "requests queued beyond those in flight; more are refused")
@@ -82,11 +87,6 @@ class ControlPlaneSettings(CommonSettings):
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if self.max_num_seqs > self.max_num_batched_tokens:
-            found.append(
-                f"max-num-seqs is {self.max_num_seqs} but max-num-batched-tokens only {self.max_num_batched_tokens}: "
-                "every running sequence needs one token of each step, so raise the latter or lower the former"
-            )
         if self.uds is not None and len(os.fsencode(self.uds)) > _MAX_UNIX_PATH:
             found.append(
                 f"uds: the path has {len(os.fsencode(self.uds))} bytes, a UNIX socket allows {_MAX_UNIX_PATH}: choose a shorter one"
@@ -103,6 +103,10 @@ class DataPlaneSettings(CommonSettings):
     device: str = option("auto", Choice(("auto", "cpu", "cuda")), "device", "auto: CUDA if there is one")
     dtype: str = option("auto", Choice(("auto", "float32", "bfloat16", "float16")), "device", "number format the model computes in")
     threads: int | None = option(None, Integer(1, 1024), "device", "CPU threads", auto="the cores this process may use")
+
+    kernels: str | None = option(
+        None, Text("NAME"), "device", "force one implementation of the kernels (`reference`, for comparisons)", auto="the fastest"
+    )
 
     kv_cache_dtype: str = option(
         "auto",

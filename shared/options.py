@@ -236,6 +236,11 @@ def variable_of(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
+def _yaml_line(name: str, option: Option, value: object) -> str:
+    key = name.replace("_", "-")
+    return f"# {key}: not set" if value == "" else f"{key}: {option.yaml(value)}"
+
+
 S = TypeVar("S")
 
 
@@ -249,7 +254,7 @@ class Loaded(Generic[S]):
     def effective(self) -> str:
         """The settings as YAML that ``--config`` accepts, each line with its origin as a comment."""
         options = options_of(type(self.settings))
-        lines = {name: f"{name.replace('_', '-')}: {option.yaml(getattr(self.settings, name))}" for name, option in options.items()}
+        lines = {name: _yaml_line(name, option, getattr(self.settings, name)) for name, option in options.items()}
         width = max(map(len, lines.values()))
         text = []
         for group in dict.fromkeys(option.group for option in options.values()):
