@@ -259,13 +259,13 @@ class Engine:
         room = limit - prompt_len
         if room < 1:
             raise PromptTooLongError(
-                f"the prompt has {prompt_len} tokens; at most {limit - 1} fit, since the context limit is {limit} tokens and one is generated",
+                f"the prompt has {prompt_len} tokens; at most {limit - 1} fit: the context limit is {limit} tokens and one is generated",
                 field="input",
                 metadata={"prompt_tokens": str(prompt_len), "max_model_len": str(limit)},
             )
         if request.max_tokens is not None and request.max_tokens > room:
             raise InvalidRequestError(
-                f"stop.max_tokens is {request.max_tokens}, but only {room} tokens fit behind a prompt of {prompt_len} (context limit {limit})",
+                f"stop.max_tokens is {request.max_tokens}; only {room} tokens fit behind a prompt of {prompt_len} (context limit {limit})",
                 field="stop.max_tokens",
                 metadata={"prompt_tokens": str(prompt_len), "max_model_len": str(limit)},
             )
