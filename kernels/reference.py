@@ -102,8 +102,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
 
 
 def linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
-    """x W^T + bias (+ residual). x [T, K], residual [T, N] -> [T, N]. `residual` is not modified."""
-    y = F.linear(x, packed.weight, packed.bias)
+    """x W^T + bias (+ residual). x [T, K], residual [T, N] -> [T, N]. `residual` is not modified.
+
+    Arithmetic is that of x: a narrower weight (bf16 storage) is widened.
+    """
+    y = F.linear(x, packed.weight.to(x.dtype), None if packed.bias is None else packed.bias.to(x.dtype))
     return y if residual is None else y + residual
 
 

@@ -157,7 +157,7 @@ def max_positions(config: dict[str, Any]) -> int | None:
     change their frequencies with the sequence's length (dynamic NTK, LongRoPE) are held to the original length: there
     the same token would get another key depending on how long its neighbours are.
     """
-    limit = _first(config, "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
+    limit: int | None = _first(config, "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
     if limit is None or kind is None:

@@ -1,0 +1,72 @@
+"""What a model needs from a weight file, whatever its format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+from twinplane.data_plane.config import DataPlaneError
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes total)
+
+
+class WeightError(DataPlaneError):
+    """A weight file is missing, damaged, or does not fit the config; names file and tensor."""
+
+
+class WeightSource(ABC):
+    """Tensors by their Hugging Face name (``model.layers.0.mlp.up_proj.weight``).
+
+    A source remembers what was taken, so that `unused` can name what nobody asked for.
+    """
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self.total_bytes = total_bytes
+        self.bytes_done = 0
+        self._progress = progress
+        self._taken: set[str] = set()
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Every tensor the files hold, by its Hugging Face name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def _read(self, name: str) -> Tensor:
+        """The tensor in the dtype of the file (float32 for quantized types)."""
+
+    @abstractmethod
+    def _where(self, name: str) -> str:
+        """The file a tensor lies in, or should lie in, for messages."""
+
+    @abstractmethod
+    def _stored_bytes(self, name: str) -> int: ...
+
+    def has(self, name: str) -> bool:
+        return name in self.names()
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor, checked against the shape the config implies, converted to `dtype`; always a copy of the file.
+
+        Raises WeightError if it is absent or of another shape.
+        """
+        if not self.has(name):
+            raise WeightError(f"{self._where(name)}: tensor {name} {list(shape)}, which the config calls for, is missing")
+        if self.shape(name) != shape:
+            raise WeightError(f"{self._where(name)}: tensor {name} is {list(self.shape(name))}, the config calls for {list(shape)}")
+        tensor = self._read(name)
+        if not tensor.is_floating_point():
+            raise WeightError(f"{self._where(name)}: tensor {name} is {tensor.dtype}, expected a floating-point type")
+        self._taken.add(name)
+        self.bytes_done += self._stored_bytes(name)
+        if self._progress is not None:
+            self._progress(self.bytes_done, self.total_bytes)
+        return tensor.to(dtype, copy=True)
+
+    def unused(self) -> list[str]:
+        """Tensors in the files that were never taken, sorted."""
+        return sorted(set(self.names()) - self._taken)

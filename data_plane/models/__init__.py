@@ -1,0 +1,1 @@
+"""Model families in plain torch, and the fallback that runs any other Hugging Face causal LM."""

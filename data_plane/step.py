@@ -1,0 +1,47 @@
+"""Numpy views of a step slot and a result slot: nothing is copied, nothing is interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from twinplane.shared import wire
+
+
+class StepView:
+    """The used part of every region of one step slot. Valid until the slot is consumed."""
+
+    __slots__ = ("closes", "copies", "extras", "num_decodes", "opens", "sent_ns", "seqs", "step", "table_writes", "token_ids")
+
+    def __init__(self, slot: NDArray[np.uint8], layout: wire.StepSlotLayout) -> None:
+        header = _region(slot, layout.header, wire.STEP_HEADER, 1)[0].item()
+        self.step, self.sent_ns, num_seqs, self.num_decodes, num_tokens, num_closes, num_opens, num_writes, num_copies, num_extra = header
+        self.seqs = _region(slot, layout.seqs, wire.SEQ_ENTRY, num_seqs)
+        self.token_ids = _region(slot, layout.token_ids, np.dtype("<i4"), num_tokens)
+        self.closes = _region(slot, layout.closes, np.dtype("<u4"), num_closes)
+        self.opens = _region(slot, layout.opens, wire.ROW_OPEN, num_opens)
+        self.table_writes = _region(slot, layout.table_writes, wire.TABLE_WRITE, num_writes)
+        self.copies = _region(slot, layout.copies, wire.BLOCK_COPY, num_copies)
+        self.extras = _region(slot, layout.extras, np.dtype("<u4"), num_extra)
+
+
+def _region(slot: NDArray[np.uint8], offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    return slot[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+class ResultView:
+    """A result slot to be filled."""
+
+    __slots__ = ("_entries", "header")
+
+    def __init__(self, slot: NDArray[np.uint8], layout: wire.ResultSlotLayout) -> None:
+        self.header = _region(slot, layout.header, wire.RESULT_HEADER, 1)
+        self._entries = slot[layout.entries :]
+
+    def entries(self, count: int) -> NDArray[Any]:
+        """The first `count` entries. Raises ValueError if the slot is too small for them."""
+        size = count * wire.RESULT_ENTRY.itemsize
+        if size > self._entries.nbytes:
+            raise ValueError(f"{count} result entries need {size} bytes, the result slot has {self._entries.nbytes}")
+        return self._entries[:size].view(wire.RESULT_ENTRY)
