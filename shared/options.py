@@ -27,8 +27,8 @@ from typing import Any, Generic, Protocol, TypeVar
 ENV_PREFIX = "TWINPLANE_"
 CONFIG_VARIABLE = "TWINPLANE_CONFIG"
 
-# Variables with our prefix that belong to the scripts, the build and compose.yaml, not to a plane.
-_FOREIGN_VARIABLES = frozenset({"TWINPLANE_TORCH", "TWINPLANE_PYTHON", "TWINPLANE_IMAGE", "TWINPLANE_COMPONENTS", "TWINPLANE_SANITIZE"})
+# Variables with our prefix that belong to the scripts, not to a plane.
+_FOREIGN_VARIABLES = frozenset({"TWINPLANE_TORCH", "TWINPLANE_PYTHON"})
 
 # Kubernetes gives every pod TWINPLANE_PORT=tcp://... and friends once a Service is called "twinplane".
 _SERVICE_LINK = re.compile(r"TWINPLANE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")

@@ -79,7 +79,7 @@ def test_unknown_variable_is_an_error_with_a_suggestion():
 
 
 def test_variables_of_others_are_left_alone():
-    assert read(environ={"PATH": "x", "TWINPLANE_TORCH": "torch", "TWINPLANE_IMAGE": "i"}).settings == read().settings
+    assert read(environ={"PATH": "x", "TWINPLANE_TORCH": "torch", "TWINPLANE_PYTHON": "python3.12"}).settings == read().settings
 
 
 def test_kubernetes_service_links_are_not_taken_for_settings():
