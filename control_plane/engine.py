@@ -11,9 +11,10 @@ engine by :meth:`Engine.session_changed`.
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 import numpy as np
 
@@ -87,9 +88,10 @@ class Engine:
         core: the native core; started by :meth:`start`.
         eos_token_ids: the model's end-of-sequence tokens.
         max_model_len: longest sequence (prompt + output) in tokens that the model and the operator allow.
+        seed: base of the seeds given to requests that bring none; None = random.
     """
 
-    def __init__(self, core: _core.EngineCore, *, eos_token_ids: Iterable[int], max_model_len: int) -> None:
+    def __init__(self, core: _core.EngineCore, *, eos_token_ids: Iterable[int], max_model_len: int, seed: int | None = None) -> None:
         self._core = core
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_model_len = max_model_len
@@ -103,6 +105,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._rate = _TokenRate()
+        self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
         self._failure: EngineError | None = None  # why streams end early while stopping
 
     # ------------------------------------------------------------------------------------ life
@@ -198,7 +201,7 @@ class Engine:
 
     # -------------------------------------------------------------------------------- requests
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """Submit ``request`` and yield its deltas; the last one carries ``finish`` and ``timing``.
 
         Closing the iterator early cancels the request.
@@ -281,7 +284,7 @@ class Engine:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            seed=self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed,
             logprobs=request.logprobs,
             logit_bias=tuple(sampling.logit_bias.items()),
             allowed_token_ids=sampling.allowed_token_ids,
