@@ -6,7 +6,7 @@ Plain data and errors only: no protobuf, no native module, so that a new front n
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -184,8 +184,8 @@ class QuarantinedError(EngineError):
 class EngineLike(Protocol):
     """What a front asks of the engine. One event loop; no method blocks it."""
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
-        """Deltas of one request, the last one with ``finish`` (and ``timing``); raises EngineError subclasses.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas of one request, the last one with ``finish`` and ``timing``; raises EngineError subclasses.
 
         An asynchronous generator: nothing happens before the first ``__anext__``, and ``aclose`` (or an exception or
         cancellation inside) cancels the request. A reader that falls behind finds its tokens merged into one delta,
@@ -202,13 +202,17 @@ class EngineLike(Protocol):
         """None until a data plane said hello."""
 
     @property
+    def max_model_len(self) -> int:
+        """Longest sequence served now, in tokens: the model's limit, or less if the KV pool is smaller."""
+
+    @property
     def state(self) -> EngineState: ...
 
     def watch_state(self) -> AsyncIterator[EngineState]:
         """The present state, then every change, until the engine is stopped or the iterator closed."""
 
     async def drain(self, grace: float) -> int:
-        """Stop admitting (DrainingError from then on) and wait, at most ``grace`` seconds, for live requests.
+        """Stop admitting (DrainingError from then on), let live requests finish for ``grace`` seconds, end the rest so too.
 
-        Returns how many are unfinished. Idempotent; a second call waits on its own grace.
+        Returns how many did not finish in time.
         """

@@ -7,7 +7,6 @@ through ``AutoTokenizer``, because the class named there may change what ``token
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,7 +99,7 @@ class Tokenizer:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def max_characters(self, num_tokens: int) -> int:
+    def max_bytes(self, num_tokens: int) -> int:
         """No longer text can fit into ``num_tokens``: each token covers at most the bytes of the longest one."""
         return num_tokens * self._longest_piece
 
@@ -178,8 +177,3 @@ def _encode(backend: FastTokenizer, text: str, add_special_tokens: bool) -> list
     # Only the batch form releases the GIL; "fast" leaves out offsets.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return encoding.ids
-
-
-def chat_size(chat: Conversation) -> int:
-    """Characters of a conversation, roughly: decides where it is tokenized."""
-    return sum(len(str(value)) for message in chat.messages for value in message.values()) + len(json.dumps(chat.tools or []))

@@ -1,0 +1,1 @@
+"""The public gRPC service, package twinplane.v1."""

@@ -1,0 +1,67 @@
+"""The model as clients see it: its names, its tokenizer, its limits and defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinplane.control_plane.text.tokenizer import Tokenizer
+from twinplane.control_plane.types import ModelNotFoundError, SamplingParams
+from twinplane.control_plane.validation import default_sampling
+from twinplane.shared.model_files import ModelCard
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """``defaults``: what unset sampling fields mean. ``vocab_size``: rows of the model's embedding."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    architecture: str = ""
+    aliases: tuple[str, ...] = ()
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+
+    @classmethod
+    def of(
+        cls,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        aliases: tuple[str, ...] = (),
+        sampling_flags: Mapping[str, Any] | None = None,
+        use_generation_config: bool = True,
+    ) -> ServedModel:
+        """``sampling_flags``: the server's own defaults by parameter name; they go before the model's generation_config.json.
+
+        Raises InvalidRequestError for a default that is out of range.
+        """
+        generation_config = read_generation_config(card) if use_generation_config else {}
+        return cls(
+            name=name,
+            tokenizer=tokenizer,
+            vocab_size=card.vocab_size or tokenizer.vocab_size,
+            eos_token_ids=card.eos_token_ids,
+            architecture=card.architecture,
+            aliases=aliases,
+            defaults=default_sampling(generation_config, sampling_flags),
+        )
+
+    def check_name(self, asked: str) -> None:
+        """Empty means this one. Raises ModelNotFoundError."""
+        names = (self.name, *self.aliases)
+        if asked and asked not in names:
+            raise ModelNotFoundError(f"the model {asked[:100]!r} is not served here; served: {', '.join(names)}", field="model")
+
+
+def read_generation_config(card: ModelCard) -> dict[str, Any]:
+    """The model's ``generation_config.json``; empty for GGUF files and folders without one."""
+    path = card.path / "generation_config.json"
+    if card.format == "gguf" or not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
