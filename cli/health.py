@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import mmap
-import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 from twinplane.cli.arguments import new_parser
@@ -20,7 +18,7 @@ from twinplane.cli.target import add_address, target_of
 from twinplane.shared.config import CommonSettings, read
 from twinplane.shared.options import Seconds
 
-SHM = Path("/dev/shm")
+READY = "twinplane.v1.GenerationService"  # a request would be served; "liveness" only says that the process answers
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -29,8 +27,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add_address(parser)
     parser.add_argument(
         "--service",
-        default="",
-        help='health service to ask for: "" answers whether requests are served, liveness whether the process is alive',
+        default=READY,
+        metavar="NAME",
+        help=f"health service: {READY} (the default) is readiness, liveness only that the process answers",
     )
     parser.add_argument("--timeout", type=_seconds, default=3.0, metavar="SECONDS", help="for the answer (3)")
     parser.add_argument("--wait", type=_seconds, metavar="SECONDS", help="wait up to so long until it is well")
@@ -80,7 +79,6 @@ def server_health(target: str, service: str, timeout_s: float) -> Verdict:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    name = service or "server"
     with grpc.insecure_channel(target) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
@@ -92,15 +90,16 @@ def server_health(target: str, service: str, timeout_s: float) -> Verdict:
                 return Verdict(False, f"{target} did not answer within {timeout_s:g} s (--timeout)")
             return Verdict(False, f"{target} can not be reached: {code.name}: {error.details()}")
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-    return Verdict(reply.status == health_pb2.HealthCheckResponse.SERVING, f"{name}: {status}")
+    return Verdict(reply.status == health_pb2.HealthCheckResponse.SERVING, f"{target} {service}: {status}")
 
 
 def data_plane_health(instance: str, max_age_s: float) -> Verdict:
     """How old the data plane's heartbeat is, read from the segment (shared/PROTOCOL.md, 3 and 6) without joining the session."""
     import numpy as np
     from twinplane.shared import wire
+    from twinplane.shared.segment import instance_names
 
-    path = SHM / f"twinplane-{os.getuid()}-{instance}"
+    path = instance_names(instance).segment_path
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
             header = np.frombuffer(mapping, wire.HEADER, count=1)[0].copy()

@@ -36,7 +36,11 @@ class CommonSettings:
     max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "scheduler", "tokens one step may carry over all its sequences")
     instance: str = option(
         "default",
-        Text("NAME", r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "1 to 64 letters, digits, '_', '.' or '-'"),
+        Text(
+            "NAME",
+            r"(?!.*\.(lock|sock)$)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}",
+            "1 to 64 letters, digits, '_', '.' or '-', not ending in .lock or .sock",
+        ),
         "instance",
         "name that pairs a control plane with its data plane; several instances can run on one machine",
     )

@@ -96,7 +96,8 @@ def _remember_error(_logger: Any, method: str, event: MutableMapping[str, Any]) 
         exception = failure if isinstance(failure, BaseException) else sys.exc_info()[1] if failure else None
         if cause is None and exception is not None:
             cause = f"{type(exception).__name__}: {exception}"
-        _last_error = " ".join(f"{event['event']}{f': {cause}' if cause else ''}".split())
+        name = "" if event["event"] == "failed" and cause else f"{event['event']}: "
+        _last_error = " ".join(f"{name}{cause}".split()) if cause else str(event["event"])
     return event
 
 

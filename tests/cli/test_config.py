@@ -199,7 +199,7 @@ def test_bad_values_are_refused_with_what_was_expected(kind, raw):
         kind.parse(raw)
 
 
-@pytest.mark.parametrize("name", ["", "-x", "a/b", "../x", "a b", "x" * 65])
+@pytest.mark.parametrize("name", ["", "-x", "a/b", "../x", "a b", "x" * 65, "a.lock", "a.sock"])
 def test_instance_names_can_not_leave_their_directory(name):
     (problem,) = problems(cli={"instance": name})
     assert "--instance" in problem
