@@ -1,9 +1,9 @@
-"""Start and stop a real server (`twinplane serve`) for end-to-end tests, soak and benchmarks."""
+"""Start and stop a real server (``twinplane serve``) for benchmarks, the soak and the end-to-end tests."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -43,7 +43,7 @@ class Server:
     def __init__(self, model: Path, *options: str, log: Path, command: str = "serve") -> None:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self.instance = f"test-{uuid.uuid4().hex[:10]}"
+        self.instance = f"bench-{uuid.uuid4().hex[:10]}"
         self.log = log
         self.command = [sys.executable, "-m", "twinplane.cli.main", command, str(model), "--port", str(self.port)]
         self.command += ["--instance", self.instance, "--log-format", "json", *options]
@@ -97,7 +97,8 @@ class Server:
         if self.process is None:
             return
         for process in [*self.children(), *([psutil.Process(self.process.pid)] if self.process.poll() is None else [])]:
-            with_suppressed_kill(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(10)
 
     def children(self) -> list[psutil.Process]:
@@ -125,10 +126,3 @@ class Server:
         for line in self.log.read_text(errors="replace").splitlines():
             if line.startswith("{"):
                 yield json.loads(line)
-
-
-def with_suppressed_kill(process: psutil.Process) -> None:
-    try:
-        os.kill(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
