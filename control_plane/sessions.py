@@ -130,7 +130,6 @@ class SessionManager:
         )
         self._enter(EngineState.LOADING, info)
         watch = asyncio.ensure_future(self._watch(link))
-        failed = False
         try:
             async for message in link:
                 if isinstance(message, messages.Ready):
@@ -138,11 +137,10 @@ class SessionManager:
                     self._enter(EngineState.READY)
                     logger.info("ready", phases=message.phases, summary=message.summary)
                 elif isinstance(message, messages.Fatal):
-                    failed = True
                     logger.error("data_plane_failed", error=message.error, detail=message.detail)
         finally:
             watch.cancel()
-            await self._detach(failed)
+            await self._detach()
 
     def _objection(self, hello: messages.Hello) -> messages.Refuse | None:
         """Why this data plane can not serve our model; None if it can."""
@@ -179,11 +177,13 @@ class SessionManager:
             )
         )
 
-    async def _detach(self, failed: bool) -> None:
+    async def _detach(self) -> None:
+        """Take back what ran. However the data plane ended, a step that was in flight then counts as failed: a segmentation
+        fault has no time to say goodbye. A request is only quarantined if it was in two such steps with none completed between."""
         self._enter(EngineState.WAITING)
-        before = self._core.stats()
-        await asyncio.to_thread(lambda: self._core.detach(step_failed=failed))
-        logger.warning("data_plane_gone", running=before.running, waiting=before.waiting, failed=failed)
+        await asyncio.to_thread(lambda: self._core.detach(step_failed=True))
+        stats = self._core.stats()
+        logger.warning("data_plane_gone", to_recompute=stats.waiting, quarantined=stats.finished[_core.FINISH_QUARANTINED])
 
     def _enter(self, state: EngineState, info: EngineInfo | None = None) -> None:
         self._state = state
