@@ -1,0 +1,40 @@
+// What the operator sets, what a data plane offers, and what a session must be able to carry for both.
+#pragma once
+
+#include <cstdint>
+
+#include "control_plane/core/types.hpp"
+#include "shared/csrc/wire.hpp"
+
+namespace twinplane::core {
+
+struct Config {
+  uint32_t max_rows = 64;                    // sequences resident at once
+  TokenCount max_step_tokens{2048};          // tokens one step computes
+  TokenCount max_chunk_tokens{512};          // of these, at most so many for one prompt
+  uint32_t depth = 2;                        // steps in flight
+  uint32_t max_waiting_requests = 1024;      // bounds of the waiting queue
+  uint64_t max_waiting_tokens = 1ull << 20;  // known tokens of all that wait
+  TokenCount max_model_len{2048};            // context limit: prompt + max_tokens
+
+  // Requests in the core at once: submitting stops at max_waiting_requests, at most max_rows are resident, and
+  // preemption moves a request between the two without adding one. All tables are sized by it (INV-11).
+  uint32_t max_live() const { return max_waiting_requests + max_rows; }
+
+  // Throws std::invalid_argument naming the option, its value and what to change.
+  void validate() const;
+};
+
+struct Pool {
+  BlockCount num_blocks;
+  TokenCount block_size;
+};
+
+// Capacities that suit config and pool.
+wire::Capacities capacities_for(const Config& config, const Pool& pool);
+
+// The least with which every step the planner may want can be written, and one request of max_model_len always
+// fits. Throws std::invalid_argument naming the capacity, its value and the least.
+void check_capacities(const Config& config, const Pool& pool, const wire::Capacities& capacities);
+
+}  // namespace twinplane::core

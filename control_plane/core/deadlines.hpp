@@ -1,0 +1,74 @@
+// The deadlines of all live sequences, earliest first: a binary heap whose members know their place, so that any can leave.
+#pragma once
+
+#include <cassert>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "control_plane/core/request.hpp"
+
+namespace twinplane::core {
+
+class Deadlines {
+ public:
+  explicit Deadlines(size_t capacity) { heap_.reserve(capacity); }
+
+  // The sequence whose deadline passed first, if any has by `now`.
+  Sequence* expired(Nanos now) const {
+    return !heap_.empty() && heap_.front().at <= now ? heap_.front().sequence : nullptr;
+  }
+
+  // Sequences without a deadline are not members; both calls ignore them.
+  void insert(Sequence& sequence) {
+    if (sequence.deadline() == Nanos{0}) return;
+    heap_.push_back({sequence.deadline(), &sequence});
+    sift_up(heap_.size() - 1);
+  }
+
+  void erase(Sequence& sequence) {
+    if (sequence.deadline() == Nanos{0}) return;
+    const size_t at = sequence.deadline_slot;
+    assert(heap_[at].sequence == &sequence);
+    const Entry last = heap_.back();
+    heap_.pop_back();
+    if (last.sequence == &sequence) return;
+    put(at, last);
+    sift_down(at);
+    sift_up(at);
+  }
+
+  size_t size() const { return heap_.size(); }
+
+ private:
+  struct Entry {
+    Nanos at;
+    Sequence* sequence;
+  };
+
+  void put(size_t i, Entry entry) {
+    heap_[i] = entry;
+    entry.sequence->deadline_slot = static_cast<uint32_t>(i);
+  }
+
+  void sift_up(size_t i) {
+    const Entry entry = heap_[i];
+    for (; i != 0 && entry.at < heap_[(i - 1) / 2].at; i = (i - 1) / 2) put(i, heap_[(i - 1) / 2]);
+    put(i, entry);
+  }
+
+  void sift_down(size_t i) {
+    const Entry entry = heap_[i];
+    for (size_t child = 2 * i + 1; child < heap_.size(); child = 2 * i + 1) {
+      if (child + 1 < heap_.size() && heap_[child + 1].at < heap_[child].at) ++child;
+      if (!(heap_[child].at < entry.at)) break;
+      put(i, heap_[child]);
+      i = child;
+    }
+    put(i, entry);
+  }
+
+  std::vector<Entry> heap_;
+};
+
+}  // namespace twinplane::core

@@ -1,0 +1,151 @@
+#include "control_plane/core/python_types.hpp"
+
+#include <span>
+#include <string>
+
+namespace nb = nanobind;
+
+namespace twinplane::core {
+namespace {
+
+// Named-tuple classes of the module. Borrowed: the module lives as long as the interpreter.
+PyObject* event_type;
+PyObject* refusal_type;
+PyObject* stats_type;
+
+PyObject* named_tuple(nb::module_& module, const char* name, const char* fields) {
+  const nb::object type = nb::module_::import_("collections").attr("namedtuple")(name, fields);
+  type.attr("__module__") = module.attr("__name__");
+  module.attr(name) = type;
+  return type.ptr();
+}
+
+template <typename T>
+nb::list to_list(std::span<const T> values) {
+  nb::list list;
+  for (const T value : values) list.append(nb::cast(value));
+  return list;
+}
+
+// Nanoseconds between two moments; 0 if the later one never came.
+uint64_t between(Nanos from, Nanos to) { return to == Nanos{0} ? 0 : (to - from).value; }
+
+nb::dict to_dict(const shm::PlaneSnapshot& plane) {
+  nb::dict dict;
+  dict["phase"] = plane.phase;
+  dict["phase_step"] = plane.phase_step;
+  dict["phase_since_ns"] = plane.phase_since_ns;
+  dict["heartbeat_ns"] = plane.heartbeat_ns;
+  dict["published"] = plane.published;
+  dict["consumed"] = plane.consumed;
+  return dict;
+}
+
+nb::dict to_dict(const Sequence& s) {
+  nb::dict dict;
+  dict["id"] = s.id.value;
+  dict["state"] = s.state == SequenceState::kRunning ? "running" : "waiting";
+  dict["arrival"] = s.arrival;
+  dict["priority"] = s.priority;
+  dict["prompt_tokens"] = s.prompt_tokens.value;
+  dict["num_tokens"] = s.num_tokens.value;
+  dict["num_pending"] = s.num_pending.value;
+  dict["num_computed"] = s.num_computed.value;
+  dict["limit"] = s.limit.value;
+  dict["row"] = s.row == kNoRow ? nb::none() : nb::cast(s.row.value);
+  nb::list blocks;
+  for (uint32_t i = 0; i < s.num_blocks.value; ++i) blocks.append(s.blocks[i].value);
+  dict["blocks"] = blocks;
+  dict["is_protected"] = s.is_protected;
+  dict["preemptions"] = s.preemptions;
+  dict["failed_steps"] = s.failed_steps;
+  return dict;
+}
+
+nb::list to_list(const Line& line) {
+  nb::list list;
+  for (size_t i = 0; i < line.size(); ++i) list.append(to_dict(line[i]));
+  return list;
+}
+
+}  // namespace
+
+void add_named_tuples(nb::module_& module) {
+  event_type = named_tuple(module, "Event",
+                           "request_id tokens logprobs ranks finish match cached_tokens preemptions queued_ns "
+                           "prefill_ns decode_ns");
+  refusal_type = named_tuple(module, "Refusal", "reason limit asked message");
+  stats_type = named_tuple(module, "Stats",
+                           "running waiting waiting_tokens blocks_total blocks_free blocks_cached blocks_referenced "
+                           "blocks_fenced steps_sent steps_retired tokens_emitted prompt_tokens_computed preemptions "
+                           "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
+                           "last_step_ns");
+}
+
+nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
+  const size_t count = to - from;
+  const bool has_logprobs = s.logprobs != nullptr;
+  const std::span<const int32_t> tokens(s.tokens.get() + s.prompt_tokens.value + from, count);
+  // Which fields may be read when: request.hpp, "shared with the poller". A request that ends before it is scheduled has
+  // no times.
+  const bool has_token = to != 0;
+  return nb::handle(event_type)(
+      s.id.value, to_list(tokens), to_list(std::span<const float>(s.logprobs.get() + from, has_logprobs ? count : 0)),
+      to_list(std::span<const uint32_t>(s.ranks.get() + from, has_logprobs ? count : 0)),
+      static_cast<int>(is_last ? s.finish : FinishReason::kNone), is_last ? s.match : -1, s.cached_tokens.value,
+      is_last ? s.preemptions : 0, is_last || has_token ? between(s.submitted, s.first_scheduled) : 0,
+      has_token ? between(s.first_scheduled, s.first_token) : 0,
+      is_last && has_token ? between(s.first_token, s.last_token) : 0);
+}
+
+nb::object to_refusal(const std::optional<Refusal>& refusal) {
+  if (!refusal) return nb::none();
+  return nb::handle(refusal_type)(refusal->reason, refusal->limit, refusal->asked, refusal->message);
+}
+
+nb::object to_stats(const Stats& s, uint64_t refused) {
+  const Counters& c = s.counters;
+  // Without a prefix tree no block is cached: all are free, referenced or fenced.
+  const uint64_t cached = s.blocks_total - s.blocks_free - s.blocks_referenced - s.blocks_fenced;
+  return nb::handle(stats_type)(s.running, s.waiting, s.waiting_tokens, s.blocks_total, s.blocks_free, cached,
+                                s.blocks_referenced, s.blocks_fenced, c.steps_sent, c.steps_retired, c.tokens_emitted,
+                                c.prompt_tokens_computed, c.preemptions,
+                                to_list(std::span<const uint64_t>(c.finished)), refused, c.ticks, s.tick_ns_total,
+                                s.tick_ns_max, c.host_gap_ns, s.missed_wakes, c.last_step_ns);
+}
+
+nb::dict to_dict(const std::optional<PeerView>& peer) {
+  if (!peer) return nb::dict();
+  nb::dict dict = to_dict(peer->data);
+  dict["control"] = to_dict(peer->control);
+  dict["fault"] = peer->fault;
+  return dict;
+}
+
+nb::dict snapshot(const Scheduler& scheduler) {
+  nb::dict dict;
+  dict["running"] = to_list(scheduler.population().running);
+  dict["waiting"] = to_list(scheduler.population().waiting);
+  if (const auto& session = scheduler.session()) {
+    dict["sent"] = session->sent.value;
+    dict["retired"] = session->retired.value;
+    nb::list references;
+    for (uint32_t b = 0; b < session->blocks.total().value; ++b) references.append(session->blocks.references({b}));
+    dict["block_references"] = references;
+    nb::list free;
+    for (const BlockId block : session->blocks.free_blocks()) free.append(block.value);
+    dict["free_blocks"] = free;
+    nb::list fenced;
+    session->blocks.fenced_blocks().for_each([&](BlockId block) { fenced.append(block.value); });
+    dict["fenced_blocks"] = fenced;
+    nb::list owners;
+    for (uint32_t r = 0; r < session->rows.size(); ++r) {
+      const Sequence* const owner = session->rows.owner({r});
+      owners.append(owner == nullptr ? nb::none() : nb::cast(owner->id.value));
+    }
+    dict["row_owners"] = owners;
+  }
+  return dict;
+}
+
+}  // namespace twinplane::core

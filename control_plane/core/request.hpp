@@ -1,0 +1,145 @@
+// A request as the core holds it. Everything it will ever need is allocated by the submitting thread, in the constructor;
+// the tick only fills it in, and the polling thread frees it (INV-11).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "control_plane/core/types.hpp"
+
+namespace twinplane::core {
+
+// What the data plane does with a row's logits; it travels in RowOpen and the row's extras.
+struct Sampling {
+  float temperature = 0.0f;  // 0 = greedy
+  float top_p = 1.0f;
+  float min_p = 0.0f;
+  uint32_t top_k = 0;
+  float repetition_penalty = 1.0f;
+  float presence_penalty = 0.0f;
+  float frequency_penalty = 0.0f;
+  uint64_t seed = 0;
+  uint32_t stream = 0;
+  std::vector<std::pair<int32_t, float>> logit_bias;
+  std::vector<int32_t> allowed_token_ids;
+
+  bool has_penalties() const {
+    return repetition_penalty != 1.0f || presence_penalty != 0.0f || frequency_penalty != 0.0f;
+  }
+};
+
+// A token that ends its sequence, and what it is then called.
+struct StopToken {
+  int32_t token;
+  FinishReason reason;  // kEos or kStopToken
+};
+
+struct RequestParams {
+  TokenCount max_tokens{1};  // >= 1
+  TokenCount min_tokens{0};  // so many are emitted before a stop token may be
+  std::vector<int32_t> eos_token_ids;
+  std::vector<int32_t> stop_token_ids;
+  Sampling sampling;
+  bool logprobs = false;
+  int32_t priority = 0;  // higher is served first
+  Nanos deadline;        // 0 = none
+};
+
+// Words the extras of a row take that is opened after `emitted` tokens of output.
+WordCount extra_words(const RequestParams& params, TokenCount prompt_tokens, TokenCount emitted);
+
+// WAITING: in the queue. RUNNING: has a row and blocks. FINISHED: for the poller to read and free.
+enum class SequenceState : uint8_t { kWaiting, kRunning, kFinished };
+
+// One chain of tokens; today a request is exactly one.
+//
+// Known tokens are those in `tokens` and, at most one per step in flight, those being sampled (`num_pending`).
+//
+//      tokens   [ prompt ........ | emitted .... ]  pending
+//               0          prompt_tokens     num_tokens     known()
+//      computed [ .................... ]                              KV written by the steps sent so far
+//                                num_computed <= known()
+//
+// The core's thread owns every field, except those marked for the poller.
+struct alignas(64) Sequence {
+  Sequence(RequestId request, std::span<const int32_t> prompt, RequestParams request_params, TokenCount block_size,
+           Nanos now);
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
+
+  TokenCount known() const { return num_tokens + num_pending; }
+  TokenCount distance() const { return known() - num_computed; }
+  Nanos deadline() const { return params.deadline; }
+  TokenCount emitted() const { return num_tokens - prompt_tokens; }
+  // The last token is sampled but never computed, so it needs no place in the KV cache.
+  TokenCount kv_limit() const { return limit - TokenCount{1}; }
+  // The token that ends it by length is in flight: there is nothing left to compute.
+  bool ends_in_flight() const { return known() == limit; }
+  // Positions to own before it is resident: the known tokens and the next one, so that it reaches its next token
+  // without asking for more (INV-7).
+  TokenCount admission_tokens() const { return std::min(known() + TokenCount{1}, kv_limit()); }
+
+  // Serving order: higher priority first, then first come.
+  bool precedes(const Sequence& other) const {
+    return priority != other.priority ? priority > other.priority : arrival < other.arrival;
+  }
+
+  // Takes a sampled token; what it means for the sequence.
+  FinishReason append(int32_t token, float logprob, uint32_t rank);
+
+  // The one transition function; asserts that the contract's diagram has the edge.
+  void become(SequenceState next);
+
+  // Makes the block list long enough for another block size. Allocates only if that is smaller than the last one.
+  void fit_blocks(TokenCount block_size);
+
+  // --- touched by every tick ---------------------------------------------------------------------------------------
+  std::unique_ptr<int32_t[]> tokens;  // [limit]
+  std::unique_ptr<BlockId[]> blocks;  // [blocks_for(kv_limit)], in order of position
+  TokenCount num_tokens;              // prompt + emitted
+  TokenCount num_pending;             // sampled by steps in flight
+  TokenCount num_computed;            // by the steps sent so far
+  BlockCount num_blocks;
+  RowId row = kNoRow;  // its seat; after it left the device, the seat steps in flight still name
+  TokenCount limit;    // prompt + max_tokens
+  TokenCount prompt_tokens;
+  SequenceState state = SequenceState::kWaiting;
+  bool is_protected = false;  // resumed and no token emitted since: may not be preempted (INV-7)
+  uint8_t failed_steps = 0;   // consecutive failed steps it was in
+
+  // --- place in the queues -----------------------------------------------------------------------------------------
+  uint64_t arrival = 0;  // kept for life, whatever happens (A05)
+  int32_t priority;
+  uint32_t deadline_slot = 0;     // index in the deadline heap
+  TokenCount queued_tokens;       // what it counts for in the bound of the waiting queue
+  bool was_resident = false;      // has been admitted before
+  std::vector<StopToken> stops;   // sorted by token
+  TokenCount stops_from;          // output tokens before a stop token counts (min_tokens)
+  BlockCount block_capacity;      // length of `blocks`
+  RequestId id;
+  RequestParams params;
+
+  // --- shared with the poller --------------------------------------------------------------------------------------
+  // Written before the first token is published, then never again: the poller may read them with any event.
+  Nanos submitted;
+  Nanos first_scheduled;
+  Nanos first_token;
+  TokenCount cached_tokens;
+  // Written for the last time before the end is announced: the poller may read them with the last event.
+  Nanos last_token;
+  uint32_t preemptions = 0;
+  FinishReason finish = FinishReason::kNone;
+  int32_t match = -1;
+  std::unique_ptr<float[]> logprobs;  // [max_tokens], or null; entries below `published` are the poller's to read
+  std::unique_ptr<uint32_t[]> ranks;  // likewise
+  std::atomic<uint32_t> published{0};  // output tokens the poller may read
+  std::atomic<uint32_t> handoff{0};    // see event_queue.hpp
+  Sequence* next_event = nullptr;      // link; belongs to whoever the handoff says
+  uint32_t reported = 0;               // output tokens the poller has reported; the poller's alone
+};
+
+}  // namespace twinplane::core

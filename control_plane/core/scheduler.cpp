@@ -1,0 +1,161 @@
+#include "control_plane/core/scheduler.hpp"
+
+#include <cassert>
+#include <utility>
+
+namespace twinplane::core {
+namespace {
+
+const Config& validated(const Config& config) {
+  config.validate();
+  return config;
+}
+
+// Failed steps in a row after which a request is taken to be their cause.
+constexpr uint8_t kFailuresToQuarantine = 2;
+
+}  // namespace
+
+Scheduler::Scheduler(const Config& config, Gate& gate, EventQueue& events)
+    : config_(validated(config)), gate_(gate), events_(events), population_(config), planner_(config.max_rows) {}
+
+// --- sessions --------------------------------------------------------------------------------------------------------
+
+void Scheduler::attach(const Pool& pool, const wire::Capacities& capacities) {
+  if (session_) throw std::logic_error("a session is attached already: detach it first");
+  check_capacities(config_, pool, capacities);
+  session_.emplace(config_, pool, capacities);
+  gate_.set_pool(pool, {capacities.max_extra_words});
+  Line& waiting = population_.waiting;
+  for (size_t i = 0; i < waiting.size();) {
+    Sequence& sequence = waiting[i];
+    if (fits(sequence)) {
+      sequence.fit_blocks(pool.block_size);
+      ++i;
+    } else {
+      end(sequence, FinishReason::kNeverFits);
+    }
+  }
+}
+
+void Scheduler::detach(SessionEnd how) {
+  if (!session_) return;
+  if (how == SessionEnd::kStepFailed) quarantine();
+  Line& running = population_.running;
+  while (!running.empty()) {
+    Sequence& sequence = running[running.size() - 1];
+    running.erase(sequence);
+    sequence.num_blocks = {0};
+    put_back(sequence);
+  }
+  // Tokens in flight were never seen by anyone: they are sampled again, to the same values (INV-10).
+  for (size_t i = 0; i < population_.waiting.size(); ++i) {
+    Sequence& sequence = population_.waiting[i];
+    sequence.num_pending = {0};
+    sequence.row = kNoRow;
+  }
+  session_.reset();
+}
+
+void Scheduler::quarantine() {
+  if (session_->in_flight() == StepSeq{0}) return;
+  for (const RowId row : session_->record(session_->retired).rows) {
+    Sequence* const sequence = session_->rows.owner(row);
+    if (sequence != nullptr && ++sequence->failed_steps == kFailuresToQuarantine) {
+      end(*sequence, FinishReason::kQuarantined);
+    }
+  }
+}
+
+// --- requests --------------------------------------------------------------------------------------------------------
+
+void Scheduler::accept(std::unique_ptr<Sequence> owned) {
+  owned->arrival = next_arrival_++;
+  Sequence& sequence = population_.sequences.insert(std::move(owned));
+  population_.waiting.insert(sequence);
+  population_.deadlines.insert(sequence);
+  if (!session_) return;  // judged when the next one attaches
+  // The gate judged by the pool it knew; a session may have begun since.
+  if (fits(sequence)) {
+    sequence.fit_blocks(session_->pool.block_size);
+  } else {
+    end(sequence, FinishReason::kNeverFits);
+  }
+}
+
+bool Scheduler::cancel(RequestId id) {
+  Sequence* const sequence = population_.sequences.find(id);
+  if (sequence == nullptr) return false;
+  end(*sequence, FinishReason::kCancelled);
+  return true;
+}
+
+void Scheduler::stop() {
+  while (!population_.running.empty()) end(population_.running[0], FinishReason::kStopped);
+  while (!population_.waiting.empty()) end(population_.waiting[0], FinishReason::kStopped);
+}
+
+bool Scheduler::fits(const Sequence& sequence) const {
+  return !never_fits(sequence.prompt_tokens, sequence.params, session_->pool, {session_->capacities.max_extra_words});
+}
+
+void Scheduler::expire(Nanos now) {
+  while (Sequence* const sequence = population_.deadlines.expired(now)) end(*sequence, FinishReason::kDeadline);
+}
+
+// --- the one way out -------------------------------------------------------------------------------------------------
+
+// Every end, in whatever state, for whatever reason. Steps in flight may still name its row and blocks; those retire behind the
+// fence, and the late token finds no owner. Nothing names the sequence itself any more.
+void Scheduler::end(Sequence& sequence, FinishReason reason) {
+  if (sequence.state == SequenceState::kRunning) {
+    population_.running.erase(sequence);
+    leave_device(sequence);
+  } else {
+    population_.waiting.erase(sequence);
+    gate_.leave_queue(sequence);
+  }
+  if (session_) session_->rows.disown(sequence);
+  population_.deadlines.erase(sequence);
+  sequence.become(SequenceState::kFinished);
+  sequence.finish = reason;
+  ++counters_.finished[static_cast<size_t>(reason)];
+  events_.announce_end(population_.sequences.take(sequence.id));
+}
+
+// Gives up row and blocks, behind the fence of the steps in flight (INV-3).
+void Scheduler::leave_device(Sequence& sequence) {
+  const StepSeq fence = session_->sent;
+  for (uint32_t i = sequence.num_blocks.value; i != 0; --i) session_->blocks.release(sequence.blocks[i - 1], fence);
+  sequence.num_blocks = {0};
+  session_->rows.vacate(sequence, fence);
+  session_->rows.retire(session_->retired);  // with nothing in flight the row is free at once, as the blocks are
+}
+
+// From the device to its place in the queue. Tokens in flight still count as pending.
+void Scheduler::put_back(Sequence& sequence) {
+  sequence.become(SequenceState::kWaiting);
+  sequence.num_computed = {0};
+  population_.waiting.insert(sequence);
+  gate_.join_queue(sequence);
+}
+
+// --- steps -----------------------------------------------------------------------------------------------------------
+
+bool Scheduler::can_send() const {
+  return session_ && !session_->has_failed && session_->in_flight() < StepSeq{config_.depth};
+}
+
+bool Scheduler::tick(std::byte* slot, Nanos now) {
+  ++counters_.ticks;
+  expire(now);
+  if (!can_send()) return false;
+  const StepPlan& plan = planner_.plan({config_, *session_, population_.waiting, population_.running});
+  for (Sequence* const victim : plan.yielding) preempt(*victim);
+  // Rows to close ride on the next step that has work. If none is in sight, they get one of their own.
+  if (!plan.has_work() && (session_->in_flight() != StepSeq{0} || session_->rows.closing().empty())) return false;
+  commit(plan, slot, now);
+  return true;
+}
+
+}  // namespace twinplane::core

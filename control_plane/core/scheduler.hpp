@@ -1,0 +1,127 @@
+// The scheduler: requests in, steps down, results up, events out. No thread, no clock, no ring: EngineCore gives it those, and
+// so do tests and the simulator. Contract: control_plane/CONTRACT.md. Not thread-safe; one thread at a time is "the core".
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "control_plane/core/event_queue.hpp"
+#include "control_plane/core/gate.hpp"
+#include "control_plane/core/plan.hpp"
+#include "control_plane/core/state.hpp"
+#include "control_plane/core/step_writer.hpp"
+
+namespace twinplane::core {
+
+// The data plane sent what PROTOCOL.md forbids. Nothing is sent any more until the session is replaced.
+struct ProtocolFault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// How a session ended.
+enum class SessionEnd { kLost, kStepFailed };
+
+// Totals since the core was made.
+struct Counters {
+  uint64_t steps_sent = 0;
+  uint64_t steps_retired = 0;
+  uint64_t tokens_emitted = 0;
+  uint64_t prompt_tokens_computed = 0;  // of chunks: prefill and recomputation
+  uint64_t preemptions = 0;
+  std::array<uint64_t, kNumFinishReasons> finished{};
+  uint64_t ticks = 0;
+  uint64_t host_gap_ns = 0;   // the data plane had nothing to do although work was runnable
+  uint64_t last_step_ns = 0;  // when the last step retired
+};
+
+class Scheduler {
+ public:
+  // Throws std::invalid_argument for a config that makes no sense. `gate` and `events` outlive the scheduler.
+  Scheduler(const Config& config, Gate& gate, EventQueue& events);
+
+  // --- sessions (may allocate) -------------------------------------------------------------------------------------
+
+  // A data plane offers its pool. Waiting requests that can never fit into it end. Throws std::invalid_argument if the
+  // capacities are too small, std::logic_error if a session is attached.
+  void attach(const Pool& pool, const wire::Capacities& capacities);
+
+  // The data plane is gone, with all it held. What ran goes back to its place in the queue, to be computed again;
+  // steps in flight are forgotten. After kStepFailed, whoever was in the oldest of them for the second time running ends.
+  // Without a session, nothing.
+  void detach(SessionEnd end);
+
+  bool is_attached() const { return session_.has_value(); }
+
+  // --- requests ----------------------------------------------------------------------------------------------------
+
+  // A sequence the gate let in.
+  void accept(std::unique_ptr<Sequence> sequence);
+
+  // True if there was such a request.
+  bool cancel(RequestId id);
+
+  // Every request ends as kStopped.
+  void stop();
+
+  // --- steps -------------------------------------------------------------------------------------------------------
+
+  // Less than `depth` steps are in flight and the session is sound.
+  bool can_send() const;
+
+  // Plans and commits one step into `slot` (StepSlotLayout of the session's capacities). False if there is nothing to send; the slot is
+  // then untouched, but deadlines were honoured and sequences may have been preempted.
+  bool tick(std::byte* slot, Nanos now);
+
+  // Takes one result slot, of the oldest step in flight. Throws ProtocolFault naming what is wrong with it.
+  void retire(const std::byte* result, Nanos now);
+
+  // Ends what is past its deadline, before anything is spent on it. tick() does it as well.
+  void expire(Nanos now);
+
+  // --- looking -----------------------------------------------------------------------------------------------------
+
+  const Config& config() const { return config_; }
+  const Counters& counters() const { return counters_; }
+  const Population& population() const { return population_; }
+  const std::optional<Session>& session() const { return session_; }
+
+  // Recomputes INV-5 and every other redundancy of the state from its owners; the first difference, or "". Allocates.
+  std::string check() const;
+
+ private:
+  // commit.cpp: the second half of a pass, the only code that acts on a plan.
+  void preempt(Sequence& victim);
+  void commit(const StepPlan& plan, std::byte* slot, Nanos now);
+  void admit(Sequence& sequence, StepWriter& step, Nanos now);
+  void add_block(Sequence& sequence, StepWriter& step);
+  void schedule(const Scheduled& scheduled, uint32_t flags, StepRecord& record, StepWriter& step);
+
+  // retire.cpp
+  void take_entry(const wire::ResultEntry& entry, StepRecord& record, Nanos now);
+  void complete_step(StepRecord& record, Nanos finished, Nanos now);
+  [[noreturn]] void fault(const std::string& message);
+
+  // scheduler.cpp
+  void end(Sequence& sequence, FinishReason reason);
+  void leave_device(Sequence& sequence);
+  void put_back(Sequence& sequence);
+  void quarantine();
+  bool fits(const Sequence& sequence) const;
+  bool has_work() const { return !population_.running.empty() || !population_.waiting.empty(); }
+
+  const Config config_;
+  Gate& gate_;
+  EventQueue& events_;
+  Population population_;
+  std::optional<Session> session_;
+  Planner planner_;
+  Counters counters_;
+  uint64_t next_arrival_ = 0;
+};
+
+}  // namespace twinplane::core

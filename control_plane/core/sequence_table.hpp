@@ -1,0 +1,85 @@
+// The live sequences by request id, and their owner: open addressing with linear probing in a table made once.
+#pragma once
+
+#include <bit>
+#include <cassert>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "control_plane/core/request.hpp"
+
+namespace twinplane::core {
+
+class SequenceTable {
+ public:
+  // At most half full, so probes stay short.
+  explicit SequenceTable(size_t capacity) : slots_(std::bit_ceil(2 * capacity + 1)), mask_(slots_.size() - 1) {}
+
+  size_t size() const { return size_; }
+
+  Sequence* find(RequestId id) const { return slots_[index_of(id)].get(); }
+
+  // The id must be new.
+  Sequence& insert(std::unique_ptr<Sequence> sequence) {
+    auto& slot = slots_[index_of(sequence->id)];
+    assert(slot == nullptr && 2 * size_ < slots_.size());
+    slot = std::move(sequence);
+    ++size_;
+    return *slot;
+  }
+
+  // Takes the sequence out. The hole is filled by the entries behind it that would not be found any more.
+  std::unique_ptr<Sequence> take(RequestId id) {
+    size_t hole = index_of(id);
+    assert(slots_[hole] != nullptr);
+    std::unique_ptr<Sequence> taken = std::move(slots_[hole]);
+    --size_;
+    for (size_t i = (hole + 1) & mask_; slots_[i] != nullptr; i = (i + 1) & mask_) {
+      const size_t distance_from_home = (i - home_of(slots_[i]->id)) & mask_;
+      if (distance_from_home >= ((i - hole) & mask_)) {
+        slots_[hole] = std::move(slots_[i]);
+        hole = i;
+      }
+    }
+    return taken;
+  }
+
+  // In no particular order. `visit` must not insert or take.
+  template <typename Visit>
+  void for_each(Visit visit) const {
+    for (const auto& slot : slots_) {
+      if (slot != nullptr) visit(*slot);
+    }
+  }
+
+  // Any live sequence, or null.
+  Sequence* any() const {
+    for (const auto& slot : slots_) {
+      if (slot != nullptr) return slot.get();
+    }
+    return nullptr;
+  }
+
+ private:
+  // Finalizer of MurmurHash3: ids are often consecutive, and a caller must not be able to pick a slow table.
+  size_t home_of(RequestId id) const {
+    uint64_t x = id.value;
+    x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
+    x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
+    return static_cast<size_t>(x ^ (x >> 33)) & mask_;
+  }
+
+  // Where the id is, or else where it would go.
+  size_t index_of(RequestId id) const {
+    size_t i = home_of(id);
+    while (slots_[i] != nullptr && slots_[i]->id != id) i = (i + 1) & mask_;
+    return i;
+  }
+
+  std::vector<std::unique_ptr<Sequence>> slots_;
+  size_t mask_;
+  size_t size_ = 0;
+};
+
+}  // namespace twinplane::core

@@ -1,0 +1,65 @@
+// Everything a pass reads: who waits, who runs, what is free, what is in flight.
+#pragma once
+
+#include <cassert>
+#include <cstdint>
+#include <vector>
+
+#include "control_plane/core/bit_set.hpp"
+#include "control_plane/core/block_pool.hpp"
+#include "control_plane/core/config.hpp"
+#include "control_plane/core/deadlines.hpp"
+#include "control_plane/core/line.hpp"
+#include "control_plane/core/rows.hpp"
+#include "control_plane/core/sequence_table.hpp"
+#include "control_plane/core/types.hpp"
+
+namespace twinplane::core {
+
+// What a step in flight did, to check and route its results.
+struct StepRecord {
+  explicit StepRecord(uint32_t max_rows) : samples(max_rows) { rows.reserve(max_rows); }
+
+  std::vector<RowId> rows;  // every scheduled row
+  BitSet samples;           // rows that still owe a token
+};
+
+// One attachment of one data plane. Step numbers begin at 0 in each.
+struct Session {
+  Session(const Config& config, const Pool& p, const wire::Capacities& c)
+      : pool(p), capacities(c), blocks(p.num_blocks), rows(config.max_rows), records(config.depth, StepRecord(config.max_rows)) {}
+
+  StepSeq in_flight() const { return sent - retired; }
+  StepRecord& record(StepSeq step) { return records[step.value % records.size()]; }
+
+  Pool pool;
+  wire::Capacities capacities;
+  BlockPool blocks;
+  Rows rows;
+  StepSeq sent;                     // steps written; the next one's number
+  StepSeq retired;                  // steps whose last result came
+  std::vector<StepRecord> records;  // of the steps in flight
+  Nanos idle_since;                 // the data plane has been idle since then although there is work; 0 = it is not
+  bool has_failed = false;          // a step failed or the peer broke the protocol: nothing more is sent
+};
+
+// Who is in the core. Survives sessions.
+struct Population {
+  explicit Population(const Config& config)
+      : sequences(config.max_live()), deadlines(config.max_live()), waiting(config.max_live()), running(config.max_rows) {}
+
+  SequenceTable sequences;  // all live ones, owned
+  Deadlines deadlines;
+  Line waiting;
+  Line running;
+};
+
+// The planner's view.
+struct State {
+  const Config& config;
+  const Session& session;
+  const Line& waiting;
+  const Line& running;
+};
+
+}  // namespace twinplane::core
