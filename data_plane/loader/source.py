@@ -25,7 +25,7 @@ class WeightSource(ABC):
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
         self.total_bytes = total_bytes
         self.bytes_done = 0
-        self._progress = progress
+        self.on_progress = progress
         self._taken: set[str] = set()
 
     @abstractmethod
@@ -63,9 +63,15 @@ class WeightSource(ABC):
             raise WeightError(f"{self._where(name)}: tensor {name} is {tensor.dtype}, expected a floating-point type")
         self._taken.add(name)
         self.bytes_done += self._stored_bytes(name)
-        if self._progress is not None:
-            self._progress(self.bytes_done, self.total_bytes)
+        if self.on_progress is not None:
+            self.on_progress(self.bytes_done, self.total_bytes)
         return tensor.to(dtype, copy=True)
+
+    def report_all_read(self) -> None:
+        """For a model that reads the files by other means: everything is taken, progress is complete."""
+        self._taken.update(self.names())
+        if self.on_progress is not None:
+            self.on_progress(self.total_bytes, self.total_bytes)
 
     def unused(self) -> list[str]:
         """Tensors in the files that were never taken, sorted."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class ModelShape:
 class BuildContext:
     """What a model is built with."""
 
+    path: Path  # model directory or file
     config: Any  # transformers PretrainedConfig of the text model
     source: WeightSource
     ops: Ops
@@ -48,6 +50,8 @@ class BuildContext:
 
 class Model(ABC):
     """A causal language model over a paged cache. Runs under ``torch.inference_mode``."""
+
+    computes_with_kernels = True  # its heavy operations are those of `Ops`; False: torch's own, which want torch's threads
 
     @classmethod
     @abstractmethod

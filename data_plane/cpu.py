@@ -1,0 +1,87 @@
+"""The CPU device: hidden states in float32, weights stored as float32 or bfloat16, KV as float32 or bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from twinplane.data_plane.batch import Batch
+from twinplane.data_plane.config import DataPlaneError
+from twinplane.data_plane.device import Device
+from twinplane.data_plane.host import HostMemory, cpus_granted, host_memory
+from twinplane.data_plane.kv_cache import KV_DTYPES, KVCache, KVSpec
+from twinplane.data_plane.models.base import BuildContext, Model
+from twinplane.kernels import reference, registry
+
+_NO_HALF = "float16 is not computed on CPUs: use float32 (exact for float16 weights), or bfloat16 (half the memory, coarser values)"
+
+
+class CpuDevice(Device):
+    """`threads` None = as many as affinity mask and cgroup quota grant. `kernels` forces one implementation."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, kernels: str | None = None) -> None:
+        self.threads = threads or cpus_granted()
+        self.ops = registry.select(self.name, kernels)
+        self._native = self.ops.sources["linear"] != reference.__name__
+        self._model: Model
+        self._cache: KVCache
+        torch.set_num_threads(self.threads)
+        if self._native:
+            from twinplane.kernels import _cpu
+
+            _cpu.set_threads(self.threads)
+
+    def describe(self) -> str:
+        return f"{self.threads} threads; {self.ops.describe()}"
+
+    def memory(self) -> HostMemory:
+        return host_memory()
+
+    def choose_dtype(self, requested: str, stored: str | None, *, native: bool) -> tuple[torch.dtype, str]:
+        if requested == "float32":
+            return torch.float32, "as asked"
+        if requested == "float16":
+            raise DataPlaneError(f"dtype float16 was asked for: {_NO_HALF}")
+        if requested == "bfloat16":
+            if native:
+                return torch.bfloat16, "as asked: storage only, arithmetic is float32"
+            if torch.cpu._is_avx512_bf16_supported():
+                return torch.bfloat16, "as asked; this processor computes bfloat16 (AVX512-BF16 or AMX)"
+            return torch.bfloat16, "as asked, but this processor lacks AVX512-BF16 and AMX: expect several times float32's time per token"
+        if requested != "auto":
+            raise DataPlaneError(f"dtype {requested!r} is unknown: use auto, float32 or bfloat16")
+        if stored == "bfloat16" and native and self._native:
+            return torch.bfloat16, "auto: the files hold bfloat16, which is kept as it is; arithmetic is float32"
+        return torch.float32, f"auto: the files hold {stored or 'an unnamed dtype'}, and this device computes in float32"
+
+    def choose_kv_dtype(self, requested: str) -> torch.dtype:
+        if requested == "auto":
+            return torch.float32
+        if requested not in KV_DTYPES:
+            raise DataPlaneError(f"kv_cache_dtype {requested!r} is not supported on CPUs: use {', '.join(KV_DTYPES)} or auto (float32)")
+        return KV_DTYPES[requested]
+
+    def load(self, model: type[Model], context: BuildContext) -> Model:
+        with torch.inference_mode():
+            self._model = model.build(context)
+        if self._native and model.computes_with_kernels:
+            torch.set_num_threads(1)  # the kernels have a pool of their own; two pools would fight for the same cores
+        return self._model
+
+    def allocate_kv(self, spec: KVSpec, num_blocks: int) -> None:
+        with torch.inference_mode():
+            self._cache = KVCache(spec, num_blocks, self.ops, self.name)
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            logits: NDArray[np.float32] = self._model.forward(batch, self._cache).numpy()
+        return logits
+
+    def copy_blocks(self, copies: NDArray[Any]) -> None:
+        sources, targets = (torch.from_numpy(copies[name].astype(np.int64)) for name in ("source", "target"))
+        with torch.inference_mode():
+            self._cache.copy_blocks(sources, targets)

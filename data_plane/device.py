@@ -1,0 +1,56 @@
+"""What the worker needs of a device. One class per kind of device, a handful of methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from twinplane.data_plane.batch import Batch
+from twinplane.data_plane.host import HostMemory
+from twinplane.data_plane.kv_cache import KVSpec
+from twinplane.data_plane.models.base import BuildContext, Model
+from twinplane.kernels.registry import Ops
+
+
+class Device(ABC):
+    """Owns the model's weights and the KV cache. Used by one thread."""
+
+    name: str  # "cpu", "cuda"
+    ops: Ops
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the start-up log: processor, threads, kernels."""
+
+    @abstractmethod
+    def memory(self) -> HostMemory:
+        """The memory that weights and KV cache come from."""
+
+    @abstractmethod
+    def choose_dtype(self, requested: str, stored: str | None, *, native: bool) -> tuple[torch.dtype, str]:
+        """Storage of the weights, and the reason for people. `stored`: dtype of the files; `native`: model of our own.
+
+        Raises DataPlaneError, naming the alternatives, for a dtype this device can not serve.
+        """
+
+    @abstractmethod
+    def choose_kv_dtype(self, requested: str) -> torch.dtype:
+        """Raises DataPlaneError, naming the alternatives."""
+
+    @abstractmethod
+    def load(self, model: type[Model], context: BuildContext) -> Model:
+        """Build the model here. Raises WeightError, UnsupportedModelError."""
+
+    @abstractmethod
+    def allocate_kv(self, spec: KVSpec, num_blocks: int) -> None: ...
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        """Run the model: write the batch's KV, return logits [R, vocab] of its sampling tokens, the caller's to overwrite."""
+
+    @abstractmethod
+    def copy_blocks(self, copies: NDArray[Any]) -> None:
+        """Copy whole KV blocks, `copies` [n] wire.BLOCK_COPY, before anything later writes KV."""
