@@ -64,7 +64,7 @@ def _run(command: str, module: str, arguments: list[str]) -> int:
     try:
         return int(implementation.run(parser.parse_args(arguments)))
     except ConfigError as error:
-        print(f"twinplane {command}: the configuration is wrong:", *error.problems, sep="\n  ", file=sys.stderr)
+        print(f"twinplane {command}: can not start:", *error.problems, sep="\n  ", file=sys.stderr)
         return EXIT_CONFIG
 
 

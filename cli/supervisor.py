@@ -194,10 +194,11 @@ class Supervisor:
 
     def _reported(self, child: _Child) -> None:
         lines = child.read_report()
-        if "ready" in lines and not self._served:
-            self._served = True
-            self._timers.pop("progress", None)
-            self._report("ready", f"ready after {time.monotonic() - self._began:.1f} s: {self._ready_sentence()}")
+        if "ready" in lines:
+            self._served = True  # whichever plane says it first: neither is ready without the other
+            if child.plane is self._control and "progress" in self._timers:
+                del self._timers["progress"]
+                self._report("ready", f"ready after {time.monotonic() - self._began:.1f} s: {self._ready_sentence()}")
         if child.report_ended:  # the pidfd says the rest
             self._unregister(child.report)
 
