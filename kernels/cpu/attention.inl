@@ -1,0 +1,219 @@
+// Attention of one tile over one partition of the keys. Included by each isa_*.cpp last.
+//
+// Both products are small matrix products over the tile's rows: scores = Q K^T with 16 keys to a vector (K lies transposed
+// inside its 16-key tiles), sums = P V with 16 value dims to a vector. Each score is one chain over the head dim, each sum one chain
+// over the keys in ascending order, and keys a row may not see weigh exactly 0 in its chain. So a row's result does not depend on
+// the rows computed beside it (INV-10).
+
+namespace twinplane::kernels::TWINPLANE_ISA {
+
+// Vectors per row so that rows x vectors accumulators fit the registers: a power of two, at most 4.
+constexpr int vectors_per_row(int rows) {
+  return 4 * rows <= kAccumulators ? 4 : 2 * rows <= kAccumulators ? 2 : 1;
+}
+
+// Keys of one partition that any row of the tile may see, relative to the partition's first key. `base` is the first
+// score computed: a whole vector starts at a key divisible by 16.
+struct KeyRange {
+  int64_t first;  // absolute position of the partition
+  int64_t begin;
+  int64_t end;
+  int64_t base() const { return begin / 16 * 16; }
+};
+
+inline int64_t position_of(const AttentionTile& t, int64_t row) { return t.first_position + row / t.heads; }
+
+inline int64_t first_visible(const AttentionTile& t, int64_t position) {
+  return t.window > 0 && position >= t.window ? position - t.window + 1 : 0;
+}
+
+inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+inline KeyRange visible_keys(const AttentionTile& t, int64_t partition, int64_t from_position, int64_t to_position) {
+  const int64_t first = partition * kAttentionSplit;
+  return {first, clamp(first_visible(t, from_position) - first, 0, kAttentionSplit),
+          clamp(to_position + 1 - first, 0, kAttentionSplit)};
+}
+
+template <class Element>
+inline const Element* key_tile(const AttentionTile& t, int64_t key) {
+  return static_cast<const Element*>(t.keys) + t.table[key / t.block_size] * t.key_block_stride +
+         key % t.block_size / 16 * t.head_dim * 16;
+}
+
+// scores[row][16 * i ..] for Vectors key tiles, Rows rows.
+template <class Element, int Rows, int Vectors>
+void score_strip(const float* query, int64_t head_dim, const Element* const (&tiles)[Vectors], float* scores) {
+  F16 c[Rows][Vectors];
+  unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = F16::zero(); });
+  });
+  const StripRows<Rows> rows(query, head_dim);
+  for (int64_t d = 0; d < head_dim; ++d) {
+    F16 keys[Vectors];
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { keys[v.value] = F16::load(tiles[v.value] + d * 16); });
+    unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+      const F16 q = rows.at(r, d);
+      unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(q, keys[v.value]); });
+    });
+  }
+  unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value].store(scores + r.value * kAttentionSplit + v.value * 16); });
+  });
+}
+
+template <class Element, int Rows>
+void score_rows(const AttentionTile& t, const KeyRange& keys, const float* query, float* scores) {
+  constexpr int kVectors = vectors_per_row(Rows);
+  for (int64_t key = keys.base(); key < keys.end; key += 16 * kVectors) {
+    const Element* tiles[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      // Past the end the last tile is computed again; nobody reads those scores.
+      const int64_t wanted = key + 16 * v;
+      tiles[v] = wanted < keys.end ? key_tile<Element>(t, keys.first + wanted) : tiles[0];
+    }
+    score_strip<Element, Rows, kVectors>(query, t.head_dim, tiles, scores + key - keys.base());
+  }
+}
+
+// Scores -> weights e^(score - max), 0 where the row may not look.
+inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, const KeyRange& row, float* scores) {
+  if (row.begin >= row.end) {
+    for (int64_t i = tile.base(); i < tile.end; i += 16) F16::zero().store(scores + i - tile.base());
+    return {0, 0};
+  }
+  const F16 lowest = F16::broadcast(-HUGE_VALF);
+  const F16 scale = F16::broadcast(t.scale);
+  F16 greatest = lowest;
+  for (int64_t i = tile.base(); i < tile.end; i += 16) {
+    F16 s = F16::load(scores + i - tile.base()) * scale;
+    if (t.softcap > 0) s = tanh(s / F16::broadcast(t.softcap)) * F16::broadcast(t.softcap);
+    s = s.keep(row.begin - i, row.end - i, lowest);
+    greatest = greatest.max(s);
+    s.store(scores + i - tile.base());
+  }
+  const float max = greatest.greatest();
+  F16 total = F16::zero();
+  for (int64_t i = tile.base(); i < tile.end; i += 16) {
+    const F16 weight = exp(F16::load(scores + i - tile.base()) - F16::broadcast(max)).keep(row.begin - i, row.end - i, F16::zero());
+    total = total + weight;
+    weight.store(scores + i - tile.base());
+  }
+  return {max, total.sum()};
+}
+
+// sums[row][column ..] for Vectors vectors of value dims (the last one cut to `width` floats if Masked), Rows rows.
+template <class Element, int Rows, int Vectors, bool Masked>
+void value_strip(const AttentionTile& t, const KeyRange& keys, const float* weights, int64_t column, int64_t width, float* sums) {
+  F16 c[Rows][Vectors];
+  unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = F16::zero(); });
+  });
+  const StripRows<Rows> rows(weights, kAttentionSplit);
+  for (int64_t key = keys.begin; key < keys.end;) {
+    const int64_t offset = (keys.first + key) % t.block_size;
+    const int64_t left = t.block_size - offset;
+    const int64_t end = key + left < keys.end ? key + left : keys.end;
+    const Element* line = static_cast<const Element*>(t.values) +
+                          t.table[(keys.first + key) / t.block_size] * t.value_block_stride + offset * t.value_dim + column;
+    for (; key < end; ++key, line += t.value_dim) {
+      F16 values[Vectors];
+      unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
+        values[v.value] = Masked ? F16::load_first(line, width) : F16::load(line + v.value * 16);
+      });
+      unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+        const F16 w = rows.at(r, key - keys.base());
+        unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(w, values[v.value]); });
+      });
+    }
+  }
+  unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
+      float* out = sums + r.value * t.value_dim + column;
+      if constexpr (Masked) {
+        c[r.value][v.value].store_first(out, width);
+      } else {
+        c[r.value][v.value].store(out + v.value * 16);
+      }
+    });
+  });
+}
+
+template <class Element, int Rows>
+void value_rows(const AttentionTile& t, const KeyRange& keys, const float* weights, float* sums) {
+  constexpr int kVectors = vectors_per_row(Rows);
+  int64_t column = 0;
+  for (; column + 16 * kVectors <= t.value_dim; column += 16 * kVectors)
+    value_strip<Element, Rows, kVectors, false>(t, keys, weights, column, 0, sums);
+  for (; column + 16 <= t.value_dim; column += 16) value_strip<Element, Rows, 1, false>(t, keys, weights, column, 0, sums);
+  if (column < t.value_dim) value_strip<Element, Rows, 1, true>(t, keys, weights, column, t.value_dim - column, sums);
+}
+
+size_t attention_scratch(int64_t head_dim, int64_t) {
+  return static_cast<size_t>(kAttentionRows * (head_dim + kAttentionSplit)) * sizeof(float);
+}
+
+template <class Element>
+void attention_partition_of(const AttentionTile& t, int64_t partition, SoftmaxState* states, float* sums, void* scratch) {
+  float* query = static_cast<float*>(scratch);
+  float* scores = query + kAttentionRows * t.head_dim;
+  const int64_t rows = t.tokens * t.heads;
+  const KeyRange keys = visible_keys(t, partition, t.first_position, t.first_position + t.tokens - 1);
+  for (int64_t token = 0; token < t.tokens; ++token) {
+    const float* from = t.query + token * t.query_stride;
+    float* to = query + token * t.heads * t.head_dim;
+    for (int64_t i = 0; i < t.heads * t.head_dim; ++i) to[i] = from[i];
+  }
+  const int64_t strips = (rows + kStripRows - 1) / kStripRows;
+  for (int64_t i = 0, row = 0; i < strips; ++i) {
+    const int64_t count = (rows - row + strips - i - 1) / (strips - i);
+    with_rows<kStripRows>(count, [&](auto r) TWINPLANE_INLINE {
+      float* strip_scores = scores + row * kAttentionSplit;
+      score_rows<Element, r.value>(t, keys, query + row * t.head_dim, strip_scores);
+      for (int64_t j = 0; j < r.value; ++j) {
+        const int64_t position = position_of(t, row + j);
+        const KeyRange visible = visible_keys(t, partition, position, position);
+        states[row + j] = softmax_row(t, keys, visible, strip_scores + j * kAttentionSplit);
+      }
+      value_rows<Element, r.value>(t, keys, strip_scores, sums + row * t.value_dim);
+    });
+    row += count;
+  }
+}
+
+void attention_partition(const AttentionTile& t, int64_t partition, SoftmaxState* states, float* sums, void* scratch) {
+  if (t.bf16) {
+    attention_partition_of<Bf16>(t, partition, states, sums, scratch);
+  } else {
+    attention_partition_of<float>(t, partition, states, sums, scratch);
+  }
+}
+
+void attention_merge(SoftmaxState& state, float* sums, const SoftmaxState& part, const float* part_sums, int64_t value_dim) {
+  if (part.sum == 0) return;  // no visible key in it (one key alone weighs e^0 = 1)
+  if (state.sum == 0) {
+    state = part;
+    for (int64_t d = 0; d < value_dim; ++d) sums[d] = part_sums[d];
+    return;
+  }
+  const float max = part.max > state.max ? part.max : state.max;
+  const float keep = exp(state.max - max);
+  const float add = exp(part.max - max);
+  state = {max, state.sum * keep + part.sum * add};
+  for (int64_t d = 0; d < value_dim; ++d) sums[d] = sums[d] * keep + part_sums[d] * add;
+}
+
+void attention_finish(const SoftmaxState& state, const float* sums, const float* sink, float* out, int64_t value_dim) {
+  float scale = 1;
+  float denominator = state.sum;
+  if (sink != nullptr) {
+    // Relative to the greater of the two, so that neither exponential overflows.
+    const float max = *sink > state.max ? *sink : state.max;
+    scale = exp(state.max - max);
+    denominator = state.sum * scale + exp(*sink - max);
+  }
+  const float factor = scale / denominator;
+  for (int64_t d = 0; d < value_dim; ++d) out[d] = sums[d] * factor;
+}
+
+}  // namespace twinplane::kernels::TWINPLANE_ISA

@@ -1,0 +1,180 @@
+// Exponential and activations, norms, rotation, cache writes, argmax. Included by each isa_*.cpp before the others.
+
+namespace twinplane::kernels::TWINPLANE_ISA {
+
+// e^x to about 1 unit in the last place: x = n ln 2 + f with |f| <= ln 2 / 2, e^f by its Taylor polynomial of degree 7.
+// exp(0) is exactly 1; below -87.3 the result is about 1e-38; NaN stays NaN.
+inline F16 exp(F16 x) {
+  const F16 clamped = F16::broadcast(-87.3f).max(F16::broadcast(88.7f).min(x));
+  const F16 n = (clamped * F16::broadcast(1.44269504f)).round();
+  F16 f = clamped.plus_product(n, F16::broadcast(-0.693359375f));  // ln 2 in two parts: the first has 10 bits, n * it is exact
+  f = f.plus_product(n, F16::broadcast(2.12194440e-4f));
+  F16 p = F16::broadcast(1.0f / 5040);
+  p = F16::broadcast(1.0f / 720).plus_product(p, f);
+  p = F16::broadcast(1.0f / 120).plus_product(p, f);
+  p = F16::broadcast(1.0f / 24).plus_product(p, f);
+  p = F16::broadcast(1.0f / 6).plus_product(p, f);
+  p = F16::broadcast(0.5f).plus_product(p, f);
+  p = F16::broadcast(1.0f).plus_product(p, f);
+  p = F16::broadcast(1.0f).plus_product(p, f);
+  return p.scale_by_power(n);
+}
+
+inline float exp(float x) {
+  float lanes[16];
+  exp(F16::broadcast(x)).store(lanes);
+  return lanes[0];
+}
+
+// 1 - 2 / (e^2x + 1): absolute error about 1e-7.
+inline F16 tanh(F16 x) {
+  const F16 one = F16::broadcast(1);
+  return one - F16::broadcast(2) / (exp(x + x) + one);
+}
+
+inline F16 activate(F16 x, Activation activation) {
+  const F16 one = F16::broadcast(1);
+  const F16 half = F16::broadcast(0.5f);
+  switch (activation) {
+    case Activation::kNone:
+      return x;
+    case Activation::kRelu:
+      return F16::zero().max(x);  // NaN stays NaN
+    case Activation::kSilu:
+      return x / (one + exp(F16::zero() - x));
+    case Activation::kGeluTanh: {
+      const F16 cube = x * x * x;
+      const F16 inner = (x + cube * F16::broadcast(0.044715f)) * F16::broadcast(0.797884561f);
+      return half * x * (one + tanh(inner));
+    }
+    case Activation::kGelu: {
+      float lanes[16];
+      (x * F16::broadcast(0.707106781f)).store(lanes);
+      for (float& lane : lanes) lane = ::erff(lane);
+      return half * x * (one + F16::load(lanes));
+    }
+  }
+  return x;
+}
+
+template <class Load>
+inline F16 sum_of_squares(const Load& load, int64_t dim) {
+  F16 total = F16::zero();
+  for (int64_t i = 0; i < dim; i += 16) {
+    const F16 x = load(i);
+    total = total.plus_product(x, x);
+  }
+  return total;
+}
+
+inline F16 load_at(const float* p, int64_t i, int64_t dim) {
+  return dim - i >= 16 ? F16::load(p + i) : F16::load_first(p + i, dim - i);
+}
+
+inline void store_at(F16 x, float* p, int64_t i, int64_t dim) {
+  if (dim - i >= 16) {
+    x.store(p + i);
+  } else {
+    x.store_first(p + i, dim - i);
+  }
+}
+
+void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t dim) {
+  const F16 squares = sum_of_squares([&](int64_t i) { return load_at(x, i, dim); }, dim);
+  const F16 factor = F16::broadcast(1.0f / ::sqrtf(squares.sum() / static_cast<float>(dim) + eps));
+  for (int64_t i = 0; i < dim; i += 16) store_at(load_at(x, i, dim) * factor * load_at(weight, i, dim), out, i, dim);
+}
+
+void add_rms_norm(const float* x, float* residual, const float* weight, float eps, float* out, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 16) store_at(load_at(x, i, dim) + load_at(residual, i, dim), residual, i, dim);
+  rms_norm(residual, weight, eps, out, dim);
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, float* out, int64_t dim) {
+  F16 total = F16::zero();
+  for (int64_t i = 0; i < dim; i += 16) total = total + load_at(x, i, dim);
+  const F16 mean = F16::broadcast(total.sum() / static_cast<float>(dim));
+  const auto centred = [&](int64_t i) { return (load_at(x, i, dim) - mean).keep(0, dim - i, F16::zero()); };
+  const float variance = sum_of_squares(centred, dim).sum() / static_cast<float>(dim);
+  const F16 factor = F16::broadcast(1.0f / ::sqrtf(variance + eps));
+  for (int64_t i = 0; i < dim; i += 16) {
+    store_at(load_at(bias, i, dim) + centred(i) * factor * load_at(weight, i, dim), out, i, dim);
+  }
+}
+
+// Per head: norm if any, then pairs (i, i + half) turned by the angle of (cos[i], sin[i]).
+void rotary(const RotaryHeads& h) {
+  for (int64_t head = 0; head < h.heads; ++head) {
+    float* x = h.x + head * h.head_dim;
+    if (h.norm != nullptr) rms_norm(x, h.norm, h.eps, x, h.head_dim);
+    for (int64_t i = 0; i < h.half; i += 16) {
+      const F16 c = load_at(h.cos, i, h.half);
+      const F16 s = load_at(h.sin, i, h.half);
+      const F16 a = load_at(x, i, h.half);
+      const F16 b = load_at(x + h.half, i, h.half);
+      store_at(a * c - b * s, x, i, h.half);
+      store_at(b * c + a * s, x + h.half, i, h.half);
+    }
+  }
+}
+
+void write_key(const float* key, void* tile, int64_t lane, int64_t head_dim, bool bf16) {
+  if (bf16) {
+    Bf16* out = static_cast<Bf16*>(tile) + lane;
+    for (int64_t d = 0; d < head_dim; ++d) out[d * 16] = float_to_bf16(key[d]);
+  } else {
+    float* out = static_cast<float*>(tile) + lane;
+    for (int64_t d = 0; d < head_dim; ++d) out[d * 16] = key[d];
+  }
+}
+
+void write_value(const float* value, void* line, int64_t value_dim, bool bf16) {
+  if (bf16) {
+    Bf16* out = static_cast<Bf16*>(line);
+    for (int64_t d = 0; d < value_dim; ++d) out[d] = float_to_bf16(value[d]);
+  } else {
+    float* out = static_cast<float*>(line);
+    for (int64_t d = 0; d < value_dim; ++d) out[d] = value[d];
+  }
+}
+
+int64_t argmax(const float* logits, int64_t vocab) {
+  const F16 lowest = F16::broadcast(-HUGE_VALF);
+  F16 greatest = lowest;
+  bool nan = false;
+  for (int64_t i = 0; i < vocab; i += 16) {
+    const F16 x = load_at(logits, i, vocab).keep(0, vocab - i, lowest);
+    nan |= x.has_nan();
+    greatest = greatest.max(x);
+  }
+  const float top = greatest.greatest();
+  if (nan || top == HUGE_VALF || top == -HUGE_VALF) return -1;
+  int64_t index = 0;
+  while (logits[index] != top) ++index;
+  return index;
+}
+
+float sum(const float* values, int64_t count) {
+  F16 total[4] = {F16::zero(), F16::zero(), F16::zero(), F16::zero()};
+  for (int64_t i = 0; i < count; i += 64) {
+    unroll<4>([&](auto v) TWINPLANE_INLINE { total[v.value] = total[v.value] + F16::load(values + i + v.value * 16); });
+  }
+  return ((total[0] + total[1]) + (total[2] + total[3])).sum();
+}
+
+int64_t fma_chain(int64_t rounds, float* sink) {
+  constexpr int kChains = kAccumulators < 12 ? kAccumulators : 12;
+  F16 c[kChains];
+  unroll<kChains>([&](auto i) TWINPLANE_INLINE { c[i.value] = F16::broadcast(static_cast<float>(i.value)); });
+  const F16 a = F16::broadcast(sink[0]);
+  const F16 b = F16::broadcast(sink[1]);
+  for (int64_t round = 0; round < rounds; ++round) {
+    unroll<kChains>([&](auto i) TWINPLANE_INLINE { c[i.value] = c[i.value].plus_product(a, b); });
+  }
+  F16 total = F16::zero();
+  unroll<kChains>([&](auto i) TWINPLANE_INLINE { total = total + c[i.value]; });
+  sink[2] = total.sum();
+  return rounds * kChains * 2 * 16;
+}
+
+}  // namespace twinplane::kernels::TWINPLANE_ISA

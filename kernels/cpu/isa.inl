@@ -1,0 +1,38 @@
+// All kernels of one instruction set and their table. TWINPLANE_ISA names the namespace; its simd_*.hpp is included before.
+// Contraction of a * b + c is off (-ffp-contract=off): where products are fused is written, not left to the vectorizer, whose choice may
+// differ between the body and the tail of a loop.
+#include <math.h>
+
+#include "kernels/cpu/half.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "kernels/cpu/unroll.inl"
+#include "kernels/cpu/elementwise.inl"
+#include "kernels/cpu/linear.inl"
+#include "kernels/cpu/attention.inl"
+
+namespace twinplane::kernels::TWINPLANE_ISA {
+
+extern const Kernels kTable;
+const Kernels kTable = {
+    .name = kName,
+    .panel_columns = kPanelColumns,
+    .strip_rows = kStripRows,
+    .panel_product = panel_product,
+    .linear_epilogue = linear_epilogue,
+    .gated_epilogue = gated_epilogue,
+    .attention_scratch = attention_scratch,
+    .attention_partition = attention_partition,
+    .attention_merge = attention_merge,
+    .attention_finish = attention_finish,
+    .rms_norm = rms_norm,
+    .add_rms_norm = add_rms_norm,
+    .layer_norm = layer_norm,
+    .rotary = rotary,
+    .write_key = write_key,
+    .write_value = write_value,
+    .argmax = argmax,
+    .sum = sum,
+    .fma_chain = fma_chain,
+};
+
+}  // namespace twinplane::kernels::TWINPLANE_ISA

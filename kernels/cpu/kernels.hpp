@@ -1,0 +1,144 @@
+// What one instruction set offers. Every function here is compiled once per instruction set from the same templates
+// (linear.inl, attention.inl, elementwise.inl over the 16-lane vector of simd_*.hpp); the rest of the module calls it
+// through this table.
+//
+// Bit-stability (INV-10) is decided here: each function computes a row from that row alone, in an order that depends on
+// nothing but the row's own shape.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace twinplane::kernels {
+
+inline constexpr int64_t kLanes = 16;               // of the vector the kernels are written in, on any processor
+inline constexpr int64_t kGroup = 32;               // weights that share a scale in GGUF's Q8_0, Q4_0, Q4_1
+inline constexpr int64_t kPanelRows = 96;           // rows of x that one panel product takes at most
+inline constexpr int64_t kDepthBlock = 256;         // K is walked in steps of this (a multiple of kGroup)
+inline constexpr int64_t kMaxPanelColumns = 32;
+inline constexpr int64_t kAttentionSplit = 256;     // keys per partition of the softmax
+inline constexpr int64_t kAttentionRows = 48;       // (query, head) pairs per attention tile
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1 };
+enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+
+// acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. The sum is one chain of
+// multiply-adds in ascending k, whatever `rows` is: cutting K into steps only parks the chain in memory between them.
+struct PanelProduct {
+  const void* panel;  // packed weights, see linear.hpp
+  WeightKind kind;
+  int64_t depth;  // K
+  const float* x;
+  int64_t x_stride;
+  int64_t rows;    // 1 .. kPanelRows
+  float* acc;      // [rows, panel_columns], contiguous
+  float* unpacked;  // scratch of kDepthBlock * panel_columns floats
+};
+
+// out = activation(acc + bias) + residual, for the first `columns` columns.
+struct LinearEpilogue {
+  const float* acc;
+  int64_t rows;
+  int64_t columns;
+  const float* bias;      // or null
+  const float* residual;  // or null; may be `out`
+  int64_t residual_stride;
+  float* out;
+  int64_t out_stride;
+  Activation activation;
+};
+
+// out = activation(gate + gate_bias) * (up + up_bias).
+struct GatedEpilogue {
+  const float* gate;
+  const float* up;
+  int64_t acc_stride;
+  int64_t rows;
+  int64_t columns;
+  const float* gate_bias;  // or null
+  const float* up_bias;    // or null
+  float* out;
+  int64_t out_stride;
+  Activation activation;
+};
+
+// One tile of attention: some consecutive query tokens of one sequence times the query heads of one KV head.
+// Row r of the tile is token r / heads, head r % heads.
+struct AttentionTile {
+  const float* query;  // first token, first head of the tile
+  int64_t query_stride;  // between tokens
+  int64_t tokens;
+  int64_t heads;           // query heads per KV head; tokens * heads <= kAttentionRows
+  int64_t first_position;  // of the first token
+  const void* keys;        // of this KV head: + block * key_block_stride, then [B / 16][D][16]
+  const void* values;      //                  + block * value_block_stride, then [B][Dv]
+  bool bf16;
+  int64_t key_block_stride;  // elements
+  int64_t value_block_stride;
+  const int32_t* table;
+  int64_t block_size;
+  int64_t head_dim;
+  int64_t value_dim;
+  float scale;
+  int64_t window;  // 0: all
+  float softcap;   // 0: none
+};
+
+// The softmax over some keys of one row, unnormalized: max and sum of exponentials; the weighted values lie beside it.
+struct SoftmaxState {
+  float max;
+  float sum;  // 0: no key seen yet
+};
+
+struct RotaryHeads {
+  float* x;  // [heads, head_dim], contiguous
+  int64_t heads;
+  int64_t head_dim;
+  const float* norm;  // [head_dim] or null
+  float eps;
+  const float* cos;  // [half]
+  const float* sin;
+  int64_t half;
+};
+
+struct Kernels {
+  const char* name;
+  int64_t panel_columns;
+  int64_t strip_rows;  // rows one micro-kernel takes at most
+
+  void (*panel_product)(const PanelProduct&);
+  void (*linear_epilogue)(const LinearEpilogue&);
+  void (*gated_epilogue)(const GatedEpilogue&);
+
+  // Bytes of scratch for attention_partition.
+  size_t (*attention_scratch)(int64_t head_dim, int64_t value_dim);
+  // Keys [partition * kAttentionSplit, + kAttentionSplit) for every row: states[row], sums[row][value_dim].
+  void (*attention_partition)(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums, void* scratch);
+  // Adds partition `part` to `state`; rows without a key in the part are left as they are.
+  void (*attention_merge)(SoftmaxState& state, float* sums, const SoftmaxState& part, const float* part_sums, int64_t value_dim);
+  // out = sums / (sum + exp(sink - max)); sink null: none.
+  void (*attention_finish)(const SoftmaxState& state, const float* sums, const float* sink, float* out, int64_t value_dim);
+
+  void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t dim);
+  void (*add_rms_norm)(const float* x, float* residual, const float* weight, float eps, float* out, int64_t dim);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, float* out, int64_t dim);
+  void (*rotary)(const RotaryHeads&);
+  void (*write_key)(const float* key, void* tile, int64_t lane, int64_t head_dim, bool bf16);
+  void (*write_value)(const float* value, void* line, int64_t value_dim, bool bf16);
+  int64_t (*argmax)(const float* logits, int64_t vocab);
+
+  float (*sum)(const float* values, int64_t count);  // reads as fast as memory allows; count a multiple of 64
+  int64_t (*fma_chain)(int64_t rounds, float* sink);  // independent multiply-adds in registers; returns how many FLOP
+};
+
+// The table in use. Chosen by the processor; select() overrides and returns false if the processor lacks it.
+const Kernels& active();
+bool select(const char* name);
+bool supported(const char* name);
+inline constexpr const char* kInstructionSets[] = {"avx512", "avx2", "plain"};  // best first
+
+}  // namespace twinplane::kernels

@@ -1,0 +1,137 @@
+#include "kernels/cpu/pool.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <new>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace twinplane::kernels {
+namespace {
+
+// Long enough to bridge the Python between two kernels of a step, short enough to leave the processor to others between
+// steps.
+constexpr std::chrono::microseconds kSpin{30};
+constexpr int kPausesPerClockRead = 32;
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Spins until `done` or for kSpin; returns whether it is done.
+template <class Condition>
+bool spin_until(const Condition& done) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < kPausesPerClockRead; ++i) {
+      if (done()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  return done();
+}
+
+}  // namespace
+
+Scratch::~Scratch() { std::free(data_); }
+
+void* Scratch::reserve(size_t bytes) {
+  if (bytes <= bytes_) return data_;
+  std::free(data_);
+  bytes_ = 0;
+  const size_t rounded = (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  data_ = std::aligned_alloc(kCacheLine, rounded);
+  if (data_ == nullptr) throw std::bad_alloc();
+  bytes_ = rounded;
+  return data_;
+}
+
+Pool& Pool::instance() {
+  static Pool* pool = new Pool(std::min(cpus_granted(), kMaxThreads));
+  return *pool;
+}
+
+Pool::Pool(int threads) { start(threads); }
+
+Pool::~Pool() { stop(); }
+
+void Pool::set_threads(int threads) {
+  const std::lock_guard lock(mutex_);
+  stop();
+  start(threads);
+}
+
+void Pool::start(int threads) {
+  threads_ = threads;
+  while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
+  for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
+}
+
+void Pool::stop() {
+  stopping_ = true;
+  ++news_;
+  news_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
+  stopping_ = false;
+}
+
+void Pool::run_job(const Job& job, size_t scratch_bytes) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& scratch : scratch_) scratch->reserve(scratch_bytes);  // here, where it may throw
+  job_ = job;
+  next_ = 0;
+  const bool shared = job.tiles > 1 && threads() > 1;
+  if (shared) {
+    open_ = true;  // [J1]
+    ++news_;
+    if (sleepers_ != 0) news_.notify_all();
+  }
+  claim_tiles(0);
+  if (shared) {
+    open_ = false;  // [J2]
+    wait_until_all_left();
+  }
+}
+
+void Pool::claim_tiles(int worker) {
+  void* scratch = scratch_[static_cast<size_t>(worker)]->data();
+  for (;;) {
+    const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
+    if (index >= job_.tiles) return;
+    job_.invoke(job_.context, index, worker, scratch);
+  }
+}
+
+void Pool::work(int worker) {
+  uint32_t seen = 0;
+  for (;;) {
+    seen = wait_for_news(seen);
+    if (stopping_) return;
+    ++joined_;                      // [J3]
+    if (open_) claim_tiles(worker);  // [J4]
+    if (--joined_ == 0) joined_.notify_one();
+  }
+}
+
+// A worker that starts late finds the news of earlier jobs and merely looks.
+uint32_t Pool::wait_for_news(uint32_t seen) {
+  if (!spin_until([&] { return news_.load(std::memory_order_relaxed) != seen; })) {
+    ++sleepers_;  // before wait() compares: a caller that bumps news_ after the comparison sees a sleeper and notifies
+    news_.wait(seen);
+    --sleepers_;
+  }
+  return news_;
+}
+
+void Pool::wait_until_all_left() {
+  if (spin_until([&] { return joined_ == 0; })) return;
+  for (uint32_t still = joined_; still != 0; still = joined_) joined_.wait(still);
+}
+
+}  // namespace twinplane::kernels

@@ -1,0 +1,123 @@
+// F16, a vector of 16 floats, in plain C++ for any processor. See simd_avx512.hpp for what the functions mean. Here a
+// multiply-add rounds twice.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/half.hpp"
+#include "kernels/cpu/kernels.hpp"
+
+namespace twinplane::kernels::plain {
+
+inline constexpr const char* kName = "plain";
+inline constexpr int kPanelVectors = 1;
+inline constexpr int kStripRows = 4;
+inline constexpr int kUnpackRows = 2;
+inline constexpr int kAccumulators = 4;
+
+struct F16 {
+  float v[kLanes];
+
+  template <class Function>
+  static F16 each(const Function& function) {
+    F16 out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = function(i);
+    return out;
+  }
+  static F16 zero() { return broadcast(0); }
+  static F16 broadcast(float x) {
+    return each([&](int) { return x; });
+  }
+  static F16 load(const float* p) {
+    return each([&](int i) { return p[i]; });
+  }
+  static F16 load(const Bf16* p) {
+    return each([&](int i) { return widen(p[i]); });
+  }
+  static F16 load_first(const float* p, int64_t n) {
+    return each([&](int i) { return i < n ? p[i] : 0.0f; });
+  }
+  static F16 load_first(const Bf16* p, int64_t n) {
+    return each([&](int i) { return i < n ? widen(p[i]) : 0.0f; });
+  }
+  static F16 load_half(const uint16_t* p) {
+    return each([&](int i) { return half_to_float(p[i]); });
+  }
+  static F16 load_int8(const int8_t* p) {
+    return each([&](int i) { return static_cast<float>(p[i]); });
+  }
+  void store(float* p) const { std::memcpy(p, v, sizeof v); }
+  void store_first(float* p, int64_t n) const {
+    if (n > 0) std::memcpy(p, v, static_cast<size_t>(n < kLanes ? n : kLanes) * sizeof(float));
+  }
+
+  F16 operator+(const F16& o) const {
+    return each([&](int i) { return v[i] + o.v[i]; });
+  }
+  F16 operator-(const F16& o) const {
+    return each([&](int i) { return v[i] - o.v[i]; });
+  }
+  F16 operator*(const F16& o) const {
+    return each([&](int i) { return v[i] * o.v[i]; });
+  }
+  F16 operator/(const F16& o) const {
+    return each([&](int i) { return v[i] / o.v[i]; });
+  }
+  F16 plus_product(const F16& a, const F16& b) const {
+    return each([&](int i) { return a.v[i] * b.v[i] + v[i]; });
+  }
+  F16 max(const F16& o) const {
+    return each([&](int i) { return v[i] > o.v[i] ? v[i] : o.v[i]; });
+  }
+  F16 min(const F16& o) const {
+    return each([&](int i) { return v[i] < o.v[i] ? v[i] : o.v[i]; });
+  }
+  F16 round() const {
+    return each([&](int i) { return nearbyintf(v[i]); });
+  }
+  F16 scale_by_power(const F16& n) const {
+    return each([&](int i) {
+      const int32_t exponent = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;  // NaN: v is NaN too
+      const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+      float power;
+      std::memcpy(&power, &bits, sizeof power);
+      return v[i] * power;
+    });
+  }
+  F16 keep(int64_t begin, int64_t end, const F16& fill) const {
+    return each([&](int i) { return i >= begin && i < end ? v[i] : fill.v[i]; });
+  }
+  float sum() const {
+    float total = 0;
+    for (float x : v) total += x;
+    return total;
+  }
+  float greatest() const {
+    float found = v[0];
+    for (float x : v) found = x > found ? x : found;
+    return found;
+  }
+  bool has_nan() const {
+    bool found = false;
+    for (float x : v) found |= x != x;
+    return found;
+  }
+
+ private:
+  static float widen(Bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+};
+
+// Byte i holds column i in its low and column i + 8 in its high half.
+template <int Offset>
+inline void load_nibbles(const uint8_t* p, F16 (&out)[kPanelVectors]) {
+  out[0] = F16::each([&](int i) { return static_cast<float>((i < 8 ? p[i] & 15 : p[i - 8] >> 4) - Offset); });
+}
+
+}  // namespace twinplane::kernels::plain
