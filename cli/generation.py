@@ -68,8 +68,10 @@ def with_client(args: argparse.Namespace, use: Callable[[Client], int]) -> int:
 
 def explain(error: Any, target: str) -> str:
     """A failed call in words: what, why, and what to do about it."""
-    if error.code == "UNAVAILABLE" and not error.reason:
-        return f"no server answers at {target}: start one with `twinplane serve MODEL`, or name another with --addr ({error.message})"
+    if error.code == "UNAVAILABLE" and not error.reason:  # not the server's word but the channel's
+        if "connect" in error.message.lower():
+            return f"no server answers at {target}: start one with `twinplane serve MODEL`, or name another with --addr"
+        return f"{target}: the connection was lost ({error.message})"
     at = f" (field {error.field})" if error.field else ""
     later = f"; try again in {error.retry_delay:g} s" if error.retry_delay else ""
     return f"{target}: {error.message}{at}{later} [{' '.join(filter(None, (error.code, error.reason)))}]"
