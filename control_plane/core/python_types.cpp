@@ -1,5 +1,7 @@
 #include "control_plane/core/python_types.hpp"
 
+#include <nanobind/stl/string.h>
+
 #include <span>
 #include <string>
 

@@ -1,0 +1,257 @@
+"""A fake data plane for the scheduler's tests: a device whose answers depend on every byte it was sent.
+
+It keeps rows, block tables and KV blocks as a real one would, but a KV slot holds (position, token) instead of vectors, and the
+next token is a hash of all tokens *read back through the block table*. A wrong position, table entry, relay, history or a block
+reused too early therefore ends in an assertion or a wrong token. :func:`expected_output` gives the right ones without any device.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from twinplane.control_plane import _core
+from twinplane.shared import wire
+
+VOCAB = 50
+EOS = 0
+NAN_TOKEN = VOCAB  # a prompt that holds it makes the logits of its row NaN
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as the tests think of it; ``params()`` is what the core gets."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    eos: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+    min_tokens: int = 0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    logprobs: bool = False
+    allowed: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    priority: int = 0
+    deadline_ns: int = 0
+
+    def params(self) -> _core.RequestParams:
+        return _core.RequestParams(
+            max_tokens=self.max_tokens,
+            eos_token_ids=list(self.eos),
+            stop_token_ids=list(self.stops),
+            min_tokens=self.min_tokens,
+            temperature=1.0 if self.seed else 0.0,
+            seed=self.seed,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logprobs=self.logprobs,
+            allowed_token_ids=list(self.allowed),
+            logit_bias=list(self.bias),
+            priority=self.priority,
+            deadline_ns=self.deadline_ns,
+        )
+
+
+def draw(tokens: Iterable[int], seed: int, allowed: Iterable[int], suppressed: Iterable[int], edits: int) -> int:
+    """The next token: a pure function of everything before it and of the row's edits."""
+    state = zlib.crc32(np.fromiter(tokens, np.int32).tobytes(), (seed + 7919 * edits) & 0xFFFFFFFF)
+    banned = set(suppressed)
+    candidates = [token for token in (sorted(allowed) or range(VOCAB)) if token not in banned]
+    return candidates[state % len(candidates)]
+
+
+def logprob_of(token: int, position: int) -> float:
+    return float(np.float32(-(token + 1) / (position + 1)))
+
+
+def edits_of(request: Request) -> int:
+    """What the biases and penalties of a row add up to in the fake."""
+    bias = sum(token * int(value) for token, value in request.bias)
+    return bias + int(request.repetition_penalty * 8) + int(request.frequency_penalty * 64)
+
+
+def expected_output(request: Request) -> tuple[list[int], int, int]:
+    """(tokens, FINISH_*, match) of the request, had it the device for itself."""
+    tokens = list(request.prompt)
+    output: list[int] = []
+    if NAN_TOKEN in tokens:
+        return [], _core.FINISH_NOT_FINITE, -1
+    while len(output) < request.max_tokens:
+        early = len(output) < request.min_tokens
+        token = draw(tokens, request.seed, request.allowed, request.eos + request.stops if early else (), edits_of(request))
+        tokens.append(token)
+        output.append(token)
+        if not early and token in request.eos:
+            return output, _core.FINISH_EOS, token
+        if not early and token in request.stops:
+            return output, _core.FINISH_STOP_TOKEN, token
+    return output, _core.FINISH_LENGTH, -1
+
+
+@dataclass
+class Step:
+    """A decoded step slot."""
+
+    number: int
+    num_decodes: int
+    seqs: NDArray[np.void]
+    token_ids: NDArray[np.int32]
+    closes: NDArray[np.uint32]
+    opens: NDArray[np.void]
+    table_writes: NDArray[np.void]
+    extras: list[tuple[int, int, list[int]]]  # (row, kind, words)
+
+    @property
+    def rows(self) -> set[int]:
+        return {int(entry["row"]) for entry in self.seqs}
+
+
+def decode_step(slot: bytes | NDArray[np.uint8], capacities: wire.Capacities) -> Step:
+    layout = wire.StepSlotLayout(capacities)
+    header = np.frombuffer(slot, wire.STEP_HEADER, 1, layout.header)[0]
+
+    def region(dtype: np.dtype | str, offset: int, count: str) -> NDArray:  # type: ignore[type-arg]
+        return np.frombuffer(slot, dtype, int(header[count]), offset).copy()
+
+    words = region("<u4", layout.extras, "num_extra_words").tolist()
+    extras = []
+    while words:
+        row, kind, n = words[:3]
+        extras.append((row, kind, words[3 : 3 + n]))
+        words = words[3 + n :]
+    assert header["num_copies"] == 0
+    return Step(
+        int(header["step"]),
+        int(header["num_decodes"]),
+        region(wire.SEQ_ENTRY, layout.seqs, "num_seqs"),
+        region("<i4", layout.token_ids, "num_tokens"),
+        region("<u4", layout.closes, "num_closes"),
+        region(wire.ROW_OPEN, layout.opens, "num_opens"),
+        region(wire.TABLE_WRITE, layout.table_writes, "num_table_writes"),
+        extras,
+    )
+
+
+@dataclass
+class Row:
+    open: np.void
+    table: dict[int, int] = field(default_factory=dict)
+    last_token: int | None = None
+    prompt_history: list[int] | None = None
+    output_history: list[int] = field(default_factory=list)
+    bias: int = 0
+    allowed: list[int] = field(default_factory=list)
+    suppressed: tuple[int, list[int]] = (0, [])
+
+    def attach(self, kind: int, words: list[int]) -> None:
+        if kind == wire.ExtraKind.PROMPT_HISTORY:
+            self.prompt_history = words
+        elif kind == wire.ExtraKind.OUTPUT_HISTORY:
+            self.output_history = list(words)
+        elif kind == wire.ExtraKind.LOGIT_BIAS:
+            values = np.array(words[1::2], np.uint32).view(np.float32)
+            self.bias = sum(token * int(value) for token, value in zip(words[::2], values, strict=True))
+        elif kind == wire.ExtraKind.ALLOWED_TOKENS:
+            self.allowed = words
+        else:
+            assert kind == wire.ExtraKind.SUPPRESSED_TOKENS
+            self.suppressed = (words[0], words[1:])
+
+
+class FakeDevice:
+    """Steps are taken by :meth:`send` and executed, strictly in order, by :meth:`run_next`."""
+
+    def __init__(self, capacities: wire.Capacities, num_blocks: int, block_size: int) -> None:
+        self.capacities = capacities
+        self.block_size = block_size
+        self.kv = np.full((num_blocks, block_size, 2), -1, np.int64)  # (position, token)
+        self.rows: dict[int, Row] = {}
+        self.in_flight: list[tuple[Step, set[int]]] = []  # with the blocks the step may touch
+        self.sent_tables: dict[int, dict[int, int]] = {}  # block tables as they will be after all sent steps
+
+    def send(self, slot: bytes | NDArray[np.uint8]) -> Step:
+        """Takes a step, and checks INV-3: nothing it hands out may be named by a step that has not retired."""
+        step = decode_step(slot, self.capacities)
+        busy_blocks = {block for _, blocks in self.in_flight for block in blocks}
+        busy_rows = {row for earlier, _ in self.in_flight for row in earlier.rows}
+        for row in step.closes.tolist():
+            del self.sent_tables[row]
+        for opened in step.opens:
+            row = int(opened["row"])
+            assert row not in self.sent_tables, f"row {row} opened twice"
+            assert row not in busy_rows, f"row {row} opened while a step in flight names it"
+            self.sent_tables[row] = {}
+        for row, index, block in step.table_writes.tolist():
+            assert block not in busy_blocks, f"block {block} reused while a step in flight names it"
+            assert index not in self.sent_tables[row]
+            self.sent_tables[row][index] = block
+        held = [block for table in self.sent_tables.values() for block in table.values()]
+        assert len(held) == len(set(held)), "a block has two owners"
+        self.in_flight.append((step, {block for row in step.rows for block in self.sent_tables[row].values()}))
+        return step
+
+    def run_next(self) -> bytes:
+        """Executes the oldest step in flight; the bytes of its result slot. It retires when the scheduler gets them."""
+        step, _ = self.in_flight.pop(0)
+        for row in step.closes.tolist():
+            del self.rows[row]
+        for opened in step.opens:
+            self.rows[int(opened["row"])] = Row(opened)
+        for row, kind, words in step.extras:
+            self.rows[row].attach(kind, words)
+        for row, index, block in step.table_writes.tolist():
+            self.rows[row].table[index] = block
+        return self.result(step.number, [entry for seq in step.seqs if (entry := self._run(seq, step.token_ids)) is not None])
+
+    def _run(self, seq: np.void, token_ids: NDArray[np.int32]) -> tuple[int, int, float, int, int] | None:
+        row = self.rows[int(seq["row"])]
+        first, count, start = int(seq["position"]), int(seq["num_tokens"]), int(seq["token_start"])
+        assert count > 0
+        for i, token in enumerate(token_ids[start : start + count].tolist()):
+            if token == wire.NO_TOKEN:
+                assert i == count - 1 and row.last_token is not None, "only the last token can be relayed"
+                token = row.last_token
+            self._slot(row, first + i)[:] = (first + i, token)
+        if not seq["flags"] & wire.SeqFlag.SAMPLES:
+            return None
+        past = first + count
+        content = np.array([self._slot(row, p) for p in range(past)])
+        assert (content[:, 0] == np.arange(past)).all(), "the block table leads to somebody else's KV"
+        return self._sample(int(seq["row"]), row, content[:, 1].tolist())
+
+    def _slot(self, row: Row, position: int) -> NDArray[np.int64]:
+        return self.kv[row.table[position // self.block_size], position % self.block_size]
+
+    def _sample(self, number: int, row: Row, tokens: list[int]) -> tuple[int, int, float, int, int]:
+        if NAN_TOKEN in tokens:
+            row.last_token = 0  # a step sent meanwhile may relay it; what comes of that is dropped
+            return number, 0, 0.0, 0, int(wire.ResultFlag.NOT_FINITE)
+        opened = row.open
+        if row.prompt_history is not None:
+            assert row.prompt_history + row.output_history == tokens, "penalty history differs from the tokens"
+        if opened["frequency_penalty"] != 0:
+            assert tokens[len(tokens) - len(row.output_history) :] == row.output_history
+        edits = row.bias + int(opened["repetition_penalty"] * 8) + int(opened["frequency_penalty"] * 64)
+        position = len(tokens)
+        suppressed = row.suppressed[1] if position < row.suppressed[0] else []
+        token = draw(tokens, int(opened["seed"]), row.allowed, suppressed, edits)
+        row.last_token = token
+        row.output_history.append(token)
+        rank = 1 if opened["flags"] & wire.RowFlag.LOGPROBS else 0
+        return number, token, logprob_of(token, position), rank, 0
+
+    def result(self, step: int, entries: list[tuple[int, int, float, int, int]], *, status: int = 0, last: bool = True) -> bytes:
+        """A result slot's bytes; entries are (row, token, logprob, rank, flags)."""
+        layout = wire.ResultSlotLayout(self.capacities)
+        slot = np.zeros(layout.bytes, np.uint8)
+        header = slot[layout.header :].view()[: wire.RESULT_HEADER.itemsize].view(wire.RESULT_HEADER)[0]
+        header["step"], header["status"], header["num_entries"], header["last"] = step, status, len(entries), last
+        target = slot[layout.entries : layout.entries + len(entries) * wire.RESULT_ENTRY.itemsize].view(wire.RESULT_ENTRY)
+        for i, entry in enumerate(entries):
+            target[i] = entry
+        return slot.tobytes()

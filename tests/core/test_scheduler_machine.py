@@ -1,0 +1,127 @@
+"""The scheduler under any sequence of events: every invariant after each, and never a wrong, lost or repeated token."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+from core_device import NAN_TOKEN, VOCAB, Request
+from core_rig import STEP_NS, Rig
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from twinplane.control_plane import _core
+
+MAX_MODEL_LEN = 40
+FINAL_BY_ITSELF = {_core.FINISH_EOS, _core.FINISH_STOP_TOKEN, _core.FINISH_LENGTH, _core.FINISH_NOT_FINITE}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    length = draw(st.integers(1, MAX_MODEL_LEN))
+    prompt = tuple(draw(st.lists(st.integers(1, VOCAB - 1), min_size=length, max_size=length)))
+    if draw(st.integers(0, 30)) == 0:
+        prompt = (*prompt[:-1], NAN_TOKEN)
+    return Request(
+        prompt,
+        max_tokens=draw(st.integers(1, MAX_MODEL_LEN)),
+        eos=draw(st.sampled_from([(), (0,), (0, 1, 2, 3, 4)])),
+        stops=draw(st.sampled_from([(), (5, 6, 7)])),
+        min_tokens=draw(st.sampled_from([0, 0, 3])),
+        seed=draw(st.integers(0, 3)),
+        repetition_penalty=draw(st.sampled_from([1.0, 2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+        logprobs=draw(st.booleans()),
+        allowed=draw(st.sampled_from([(), tuple(range(8, 20))])),
+        priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        depth=st.integers(1, 3),
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        tokens=st.integers(24, 160),
+        rows=st.integers(1, 6),
+        chunk=st.integers(1, 20),
+        spare=st.integers(0, 20),
+    )
+    def begin(self, depth: int, block_size: int, tokens: int, rows: int, chunk: int, spare: int) -> None:
+        self.pool: dict[str, Any] = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
+        self.rig = Rig(
+            **self.pool,
+            depth=depth,
+            max_rows=rows,
+            max_chunk_tokens=chunk,
+            max_step_tokens=rows + spare,
+            max_model_len=MAX_MODEL_LEN,
+            max_waiting_requests=10,
+            max_waiting_tokens=200,
+        )
+        self.is_attached = True
+        self.next_id = 0
+
+    @rule(request=requests(), deadline=st.sampled_from([0, 0, 0, 2, 9]))
+    def submit(self, request: Request, deadline: int) -> None:
+        if deadline:
+            request = Request(**(vars(request) | {"deadline_ns": self.rig.now + deadline * STEP_NS}))
+        self.rig.submit(self.next_id, request)
+        self.next_id += 1
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.next_id:
+            request_id = data.draw(st.integers(max(0, self.next_id - 8), self.next_id - 1))
+            record = self.rig.records.get(request_id)
+            found = self.rig.cancel(request_id)
+            assert record is not None or not found
+
+    @rule()
+    def tick(self) -> None:
+        stats = self.rig.stats()
+        step = self.rig.tick()
+        if self.is_attached and not self.rig.device.in_flight and step is None:
+            assert (stats.running, self.rig.stats().waiting) == (0, 0), "the device is idle, work is there, nothing is sent"
+
+    @precondition(lambda self: self.is_attached and self.rig.device.in_flight)
+    @rule()
+    def retire(self) -> None:
+        self.rig.retire()
+
+    @rule(turns=st.integers(1, 6))
+    def turns(self, turns: int) -> None:
+        if self.is_attached:
+            for _ in range(turns):
+                self.rig.turn()
+
+    @rule()
+    def poll(self) -> None:
+        self.rig.poll()
+
+    @rule(steps=st.integers(1, 12))
+    def let_time_pass(self, steps: int) -> None:
+        self.rig.now += steps * STEP_NS
+
+    @precondition(lambda self: self.is_attached)
+    @rule(step_failed=st.booleans())
+    def lose_data_plane(self, step_failed: bool) -> None:
+        self.rig.detach(step_failed=step_failed)
+        self.is_attached = False
+
+    @precondition(lambda self: not self.is_attached)
+    @rule(block_size=st.sampled_from([1, 2, 4, 16]), tokens=st.integers(24, 160))
+    def new_data_plane(self, block_size: int, tokens: int) -> None:
+        self.rig.attach(-(-tokens // block_size), block_size)
+        self.is_attached = True
+
+    def teardown(self) -> None:
+        """Whatever happened: everything left is served to its end and nothing stays behind."""
+        if not hasattr(self, "rig"):
+            return
+        if not self.is_attached:
+            self.rig.attach(**self.pool)
+        self.rig.run()
+        ended = {record.finish for record in self.rig.records.values()}
+        assert ended <= FINAL_BY_ITSELF | {_core.FINISH_CANCELLED, _core.FINISH_DEADLINE, _core.FINISH_QUARANTINED, _core.FINISH_NEVER_FITS}
+        assert sum(self.rig.stats().finished) == len(self.rig.records)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
