@@ -101,10 +101,10 @@ class FallbackModel(Model):
     def shape(cls, config: Any) -> ModelShape:
         skeleton = _skeleton(config)
         name = type(skeleton).__name__
-        if not getattr(skeleton, "_supports_attention_backend", False):
-            raise UnsupportedModelError(f"{name} computes attention by itself, not through transformers' attention interface")
         if _has_state(config):
             raise UnsupportedModelError(f"{name} keeps a recurrent state beside its keys and values, which has no blocks")
+        if not getattr(skeleton, "_supports_attention_backend", False):
+            raise UnsupportedModelError(f"{name} computes attention by itself, not through transformers' attention interface")
         layer = _layer_kv(config)
         positions = [limit for limit in (getattr(config, "max_position_embeddings", None), getattr(config, "n_positions", None)) if limit]
         return ModelShape(

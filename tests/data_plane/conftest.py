@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+torch.set_num_threads(1)  # tiny models: a second thread only waits for the first
 sys.path.append(str(Path(__file__).parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tiny_models
-from planner import Planner, Request
+import torch
+import transformers
+from planner import Planner, Request, StepBuilder, run_step
 from tiny_models import FALLBACK, NATIVE, Served, prompts, reference_tokens
+from twinplane.data_plane.models import registry
+from twinplane.data_plane.models.base import UnsupportedModelError
 from twinplane.data_plane.models.fallback import FallbackModel
 from twinplane.data_plane.models.llama import LlamaModel
+from twinplane.shared.model_files import read_model_card
+from twinplane.shared.wire import RowFlag
 
-NEW = 24
+NEW = 16
 
 
 def serve(served: Served, texts: list[list[int]], new: int = NEW, **options) -> list[list[int]]:
@@ -24,6 +32,129 @@ def test_greedy_answers_equal_generate_whatever_chunks_blocks_and_neighbours(fam
     served = Served(tiny_models.save(model, tmp_path))
     assert isinstance(served.model, LlamaModel if family in NATIVE else FallbackModel)
     expected = reference_tokens(model, prompts(), NEW)
-    assert len({token for answer in expected for token in answer}) > 20  # the answers are worth comparing
+    assert len({token for answer in expected for token in answer}) > 10  # the answers are worth comparing
     assert serve(served, prompts(), seed=1) == expected
     assert serve(served, prompts(), seed=2, max_chunk=7, preempt=0.05) == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_E10_learned_positions_survive_chunks_of_seven_and_preemption(family, tmp_path):
+    model = tiny_models.make(FALLBACK[family]())
+    served = Served(tiny_models.save(model, tmp_path))
+    text = prompts((33,))
+    assert serve(served, text, 60, max_chunk=7, preempt=0.05, seed=3) == reference_tokens(model, text, 60)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_E10_the_last_position_of_the_table_is_served(family, tmp_path):
+    model = tiny_models.make(FALLBACK[family]())
+    served = Served(tiny_models.save(model, tmp_path))
+    text = prompts((255,))
+    assert serve(served, text, 1, max_chunk=64) == reference_tokens(model, text, 1)
+
+
+HEADS = {
+    "explicit larger head_dim": {"head_dim": 32},
+    "explicit smaller head_dim": {"head_dim": 8},
+    "head_dim derived": {"head_dim": None},
+    "hidden no multiple of heads": {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+    "one kv head": {"num_key_value_heads": 1},
+    "as many kv heads as heads": {"num_key_value_heads": 4},
+    "kv heads absent": {"num_key_value_heads": None},
+}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_E08_head_shapes_of_every_kind_give_the_reference_answer_and_the_stated_bytes(heads, tmp_path):
+    # Llama's own config forbids the case of hidden sizes that are no multiple of the heads.
+    family = transformers.Qwen3Config if heads == "hidden no multiple of heads" else transformers.LlamaConfig
+    config = family(**{**tiny_models.COMMON, **HEADS[heads]})
+    model = tiny_models.make(config)
+    served = Served(tiny_models.save(model, tmp_path))
+    before = weight_checksum(served.model)
+    texts = prompts((19, 50))
+    assert serve(served, texts, 40, max_chunk=11) == reference_tokens(model, texts, 40)
+    assert weight_checksum(served.model) == before
+    head_dim = HEADS[heads].get("head_dim", 16) or 64 // 4
+    kv_heads = HEADS[heads].get("num_key_value_heads", 2) or 4
+    assert served.spec.bytes_per_token == 2 * 3 * kv_heads * head_dim * 4
+
+
+def weight_checksum(model: LlamaModel) -> float:
+    """Over what the reference kernels keep of the weights (other kernels pack them where Python can not look)."""
+    tensors = [model._embedding, model._norm, *(layer.input_norm for layer in model._layers)]
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_logits_do_not_depend_on_how_a_prompt_was_chunked(kv_dtype, tmp_path):
+    served = Served(tiny_models.save(tiny_models.make(NATIVE["llama"]()), tmp_path), kv_dtype=kv_dtype)
+    texts = prompts((90,))
+    answers = {tuple(serve(served, texts, 12, max_chunk=chunk, seed=chunk)[0]) for chunk in (1, 5, 90)}
+    assert len(answers) == 1
+
+
+def test_a_prompt_that_shares_copied_blocks_continues_like_the_original(tmp_path):
+    """Copy-on-write as the planner uses it: row 1 starts from copies of row 0's blocks and computes only its last token."""
+    served = Served(tiny_models.save(tiny_models.make(NATIVE["llama"]()), tmp_path))
+    worker, rings = served.session()
+    text = prompts((40,))[0]
+    first = StepBuilder(0, writes=[(0, i, 10 + i) for i in range(3)])
+    first.open(0, flags=int(RowFlag.GREEDY))
+    first.sequence(0, 0, text, samples=True)
+    expected = int(run_step(worker, rings, first).entries[0]["token"])
+    second = StepBuilder(1, writes=[(1, i, 20 + i) for i in range(3)], copies=[(10 + i, 20 + i) for i in range(3)])
+    second.open(1, flags=int(RowFlag.GREEDY))
+    second.sequence(1, 39, text[39:], samples=True)
+    assert int(run_step(worker, rings, second).entries[0]["token"]) == expected
+
+
+def test_a_model_with_its_own_attention_is_refused_by_name():
+    config = transformers.BloomConfig(vocab_size=100, hidden_size=64, n_layer=2, n_head=4)
+    with pytest.raises(UnsupportedModelError, match=r"BloomForCausalLM computes attention by itself"):
+        FallbackModel.shape(config)
+
+
+def test_a_recurrent_model_is_refused_by_name():
+    config = transformers.Qwen3NextConfig(
+        vocab_size=100, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=4, head_dim=16
+    )
+    with pytest.raises(UnsupportedModelError, match=r"Qwen3NextForCausalLM keeps a recurrent state"):
+        FallbackModel.shape(config)
+
+
+def test_layers_of_different_shape_are_refused_by_name(tmp_path):
+    """DeepSeek's latent attention has values of another width than its keys, which its config does not tell us."""
+    config = transformers.DeepseekV3Config(
+        **{**tiny_models.COMMON, "num_key_value_heads": 4, "head_dim": 16},
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+    )
+    path = tiny_models.save(tiny_models.make(config), tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"DeepseekV3Attention of layer 0 caches .* the config implies"):
+        Served(path)
+
+
+def test_a_custom_model_registered_by_entry_point_is_used(tmp_path, monkeypatch):
+    class Mine(LlamaModel):
+        pass
+
+    class Point:
+        name, value = "MineForCausalLM", "mine:Mine"
+
+        def load(self):
+            return Mine
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == "twinplane.models" else [])
+    card = read_model_card(tiny_models.save(tiny_models.make(NATIVE["llama"]()), tmp_path))
+    assert registry.model_class(replace(card, architecture="MineForCausalLM")) is Mine
+    assert registry.model_class(card) is LlamaModel

@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-GEMMA = {**COMMON, "sliding_window": 16, "query_pre_attn_scalar": 16}
+GEMMA = {**COMMON, "tie_word_embeddings": False, "sliding_window": 16, "query_pre_attn_scalar": 16}
 
 # Of our own (models/llama.py).
 NATIVE: dict[str, Any] = {
@@ -61,7 +61,9 @@ NATIVE: dict[str, Any] = {
 }
 # Through transformers' attention interface (models/fallback.py).
 FALLBACK: dict[str, Any] = {
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=256),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+    ),
     "opt": lambda: transformers.OPTConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -93,7 +95,7 @@ def make(config: Any, seed: int = 0) -> Any:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
         else:
-            torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.05)
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.05)
     model.generation_config.eos_token_id = None
     return model
 
@@ -132,7 +134,7 @@ class Served:
         config = text_config(card)
         cls = model_class(card)
         self.shape = cls.shape(config)
-        self.device = CpuDevice(threads=2, kernels=kernels)
+        self.device = CpuDevice(threads=1, kernels=kernels)  # on a busy machine a second thread costs more than it gives
         self.source = open_weights(card)
         context = BuildContext(card.path, config, self.source, self.device.ops, dtype, max_model_len)
         self.model: Model = self.device.load(cls, context)

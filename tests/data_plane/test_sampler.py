@@ -1,0 +1,278 @@
+"""The sampler against its definition in kernels/reference.py, at the edges, and row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner import CAPACITIES, StepBuilder
+from twinplane.data_plane import sampler
+from twinplane.data_plane.rows import Rows, StepError
+from twinplane.data_plane.sampler import Filters, Sampler
+from twinplane.data_plane.step import StepView
+from twinplane.kernels import reference
+from twinplane.shared.wire import RESULT_ENTRY, ExtraKind, ResultFlag, RowFlag, StepSlotLayout
+
+VOCAB = 300
+GREEDY, LOGPROBS = int(RowFlag.GREEDY), int(RowFlag.LOGPROBS)
+
+
+class Bench:
+    """Rows filled through real step bytes, and one call of the sampler over some of them."""
+
+    def __init__(self, vocab: int = VOCAB) -> None:
+        self.rows = Rows(CAPACITIES, block_size=16, max_model_len=256, num_blocks=64, vocab_size=vocab)
+        self._sampler = Sampler(self.rows)
+
+    def open(self, row: int, extras: dict[ExtraKind, list[int]] | None = None, **params: Any) -> None:
+        step = StepBuilder(0)
+        step.open(row, **params)
+        for kind, words in (extras or {}).items():
+            step.extra(row, kind, words)
+        self.rows.apply(StepView(step.build(), StepSlotLayout(CAPACITIES)))
+
+    def sample(self, logits: np.ndarray, rows: list[int], positions: list[int]) -> np.ndarray:
+        out = np.zeros(len(rows), dtype=RESULT_ENTRY)
+        self._sampler.sample(logits.copy(), np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64), out)
+        return out
+
+    def one(self, logits: np.ndarray, position: int = 5, extras: dict[ExtraKind, list[int]] | None = None, **params: Any) -> np.void:
+        self.open(3, extras, **params)
+        return self.sample(logits[None], [3], [position])[0]
+
+
+def random_logits(*shape: int, seed: int = 0, spread: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) * spread).astype(np.float32)
+
+
+def float_bits(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+# ---------------------------------------------------------------------------------------------- draws
+
+
+def test_philox_gives_the_published_known_answers_for_many_counters_at_once():
+    counters = np.array([[0] * 4, [0xFFFFFFFF] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], dtype=np.uint32)
+    keys = np.array([[0, 0], [0xFFFFFFFF] * 2, [0xA4093822, 0x299F31D0]], dtype=np.uint32)
+    assert sampler.philox4x32(counters, keys).tolist() == [
+        [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
+        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31)), min_size=1, max_size=8))
+def test_uniforms_equal_the_reference_one_by_one(keys):
+    got = sampler.uniform(
+        np.array([k[0] for k in keys], dtype=np.uint64),
+        np.array([k[1] for k in keys], dtype=np.uint32),
+        np.array([k[2] for k in keys], dtype=np.int64),
+    )
+    assert got.tolist() == [reference.uniform(*key) for key in keys]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 4.0, 20.0]),
+    levels=st.sampled_from([0, 7]),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 5, 80, VOCAB, VOCAB + 1]),
+    top_p=st.sampled_from([0.0, 1e-4, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    u=st.floats(0, 1, exclude_max=True),
+)
+def test_the_draw_equals_its_definition(seed, spread, levels, temperature, top_k, top_p, min_p, u):
+    """Equal, or `u` (or a filter) falls within rounding of the boundary between neighbours of the order."""
+    logits = random_logits(VOCAB, seed=seed, spread=spread)
+    if levels:
+        logits = np.round(logits * levels) / levels  # many ties
+    got = sampler.draw(logits, Filters(temperature, top_k, top_p, min_p), u)
+    wide = torch.from_numpy(logits).double()
+    candidates = {
+        reference.draw(
+            *reference.kept_tokens(wide, temperature, top_k, top_p + d, min(max(min_p - d, 0.0), 1.0)), min(max(u + e, 0.0), 1.0)
+        )
+        for d in (0.0, 1e-6, -1e-6)
+        for e in (0.0, 1e-6, -1e-6)
+    }
+    assert got in candidates
+
+
+def test_draws_follow_the_distribution():
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
+    bench = Bench(vocab=4)
+    bench.open(0, seed=7)
+    entries = bench.sample(np.tile(logits, (4000, 1)), [0] * 4000, list(range(4000)))
+    share = np.bincount(entries["token"], minlength=4) / 4000
+    assert np.abs(share - [0.5, 0.3, 0.15, 0.05]).max() < 0.03
+
+
+# --------------------------------------------------------------------------------------- neighbours
+
+
+def mixed_rows(bench: Bench) -> None:
+    bench.open(0, flags=GREEDY)
+    bench.open(1, seed=1, top_k=5)
+    bench.open(2, {ExtraKind.PROMPT_HISTORY: [1, 2, 3]}, seed=2, repetition_penalty=2.0)
+    bench.open(4, {ExtraKind.OUTPUT_HISTORY: [9, 9, 8]}, seed=3, frequency_penalty=1.0, flags=LOGPROBS)
+    bench.open(5, {ExtraKind.SUPPRESSED_TOKENS: [20, 2, 7]}, seed=4)
+    bench.open(6, {ExtraKind.LOGIT_BIAS: [11, float_bits(5.0), 12, float_bits(-100.0)]}, seed=5, temperature=0.7)
+    bench.open(7, {ExtraKind.ALLOWED_TOKENS: list(range(50, 90))}, seed=6, top_p=0.9, flags=LOGPROBS)
+
+
+@pytest.mark.parametrize("rotation", range(7))
+def test_B05_each_row_gets_what_it_would_get_alone_whatever_the_order(rotation):
+    rows = [0, 1, 2, 4, 5, 6, 7]
+    logits = random_logits(8, VOCAB)
+    alone = {}
+    for row in rows:
+        bench = Bench()
+        mixed_rows(bench)
+        alone[row] = bench.sample(logits[row][None], [row], [10 + row])[0]
+    order = rows[rotation:] + rows[:rotation]
+    bench = Bench()
+    mixed_rows(bench)
+    together = bench.sample(logits[order], order, [10 + row for row in order])
+    assert [entry.tobytes() for entry in together] == [alone[row].tobytes() for row in order]
+
+
+def test_B01_a_seeded_row_draws_the_same_tokens_alone_late_and_in_another_row():
+    logits = random_logits(32, VOCAB)
+    alone, crowd = Bench(), Bench()
+    alone.open(3, seed=42, temperature=0.8)
+    expected = [int(alone.sample(logits[p][None], [3], [p])[0]["token"]) for p in range(32)]
+    for row in range(8):
+        crowd.open(row, seed=42 if row == 6 else row, temperature=0.8)
+    got = []
+    for p in range(32):
+        rows = [6, 0, 1] if p % 2 else [5, 7, 2, 6]
+        got.append(int(crowd.sample(np.stack([logits[p]] * len(rows)), rows, [p] * len(rows))[rows.index(6)]["token"]))
+    assert got == expected
+    assert len(set(expected)) > 10
+
+
+def test_B05_a_row_opened_again_has_nothing_of_its_former_sequence():
+    logits = random_logits(VOCAB)
+    fresh = Bench().one(logits, flags=GREEDY)
+    bench = Bench()
+    bench.one(logits, extras={ExtraKind.LOGIT_BIAS: [5, float_bits(100.0)], ExtraKind.PROMPT_HISTORY: [1]}, repetition_penalty=1.5)
+    assert bench.one(logits, flags=GREEDY).tobytes() == fresh.tobytes()
+
+
+# --------------------------------------------------------------------------------------------- edges
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-4, 1e-5, 1e-6, 1e-12, 1e-38, 1e-45])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.1}])
+def test_B03_tiny_temperatures_choose_the_greedy_token_with_finite_logprobs(temperature, filters):
+    logits = random_logits(VOCAB, spread=10.0)
+    with np.errstate(all="raise", under="ignore"):
+        entry = Bench().one(logits, temperature=temperature, flags=LOGPROBS, **filters)
+    assert int(entry["token"]) == int(logits.argmax())
+    assert np.isfinite(entry["logprob"]) and entry["rank"] == 1 and entry["flags"] == 0
+
+
+@pytest.mark.parametrize(
+    "off", [{"top_k": 0}, {"top_k": VOCAB}, {"top_k": VOCAB + 1}, {"top_k": 10_000_000}, {"top_p": 1.0}, {"min_p": 0.0}]
+)
+def test_B04_filters_that_are_off_change_nothing(off):
+    for seed in range(20):
+        logits = random_logits(VOCAB, seed=seed)
+        assert Bench().one(logits, seed=seed, **off)["token"] == Bench().one(logits, seed=seed)["token"]
+
+
+@pytest.mark.parametrize("only_best", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-4}, {"min_p": 1.0}])
+def test_B04_filters_at_their_tightest_leave_the_most_likely_token(only_best):
+    for seed in range(20):
+        logits = random_logits(VOCAB, seed=seed)
+        assert int(Bench().one(logits, seed=seed, **only_best)["token"]) == int(logits.argmax())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all -inf"])
+@pytest.mark.parametrize("flags", [0, GREEDY, LOGPROBS])
+def test_B07_a_row_that_is_not_finite_fails_alone(poison, flags):
+    logits = random_logits(4, VOCAB)
+    healthy = Bench()
+    for row in range(4):
+        healthy.open(row, seed=row, flags=flags)
+    expected = healthy.sample(logits, [0, 1, 2, 3], [5] * 4)
+    bad = logits.copy()
+    bad[2, slice(None) if poison == "all -inf" else 17] = -np.inf if poison == "all -inf" else poison
+    bench = Bench()
+    for row in range(4):
+        bench.open(row, seed=row, flags=flags)
+    got = bench.sample(bad, [0, 1, 2, 3], [5] * 4)
+    assert got["flags"].tolist() == [0, 0, ResultFlag.NOT_FINITE, 0]
+    for row in (0, 1, 3):
+        assert got[row].tobytes() == expected[row].tobytes()
+    assert 0 <= bench.rows.last_token[2] < VOCAB  # a relay already on its way finds a valid id
+
+
+def test_masked_tokens_are_no_fault_but_masking_all_is():
+    logits = random_logits(VOCAB)
+    logits[:-1] = -np.inf
+    assert Bench().one(logits, flags=LOGPROBS)["flags"] == 0
+    everything = {ExtraKind.ALLOWED_TOKENS: [4], ExtraKind.SUPPRESSED_TOKENS: [100, 4]}
+    assert Bench().one(random_logits(VOCAB), extras=everything)["flags"] == ResultFlag.NOT_FINITE
+
+
+# ----------------------------------------------------------------------------- edits and penalties
+
+
+def test_edits_and_penalties_equal_their_definition_and_logprobs_are_taken_after_them():
+    logits = random_logits(VOCAB)
+    prompt, output = [1, 2, 3, 250], [3, 9, 9]
+    extras = {
+        ExtraKind.PROMPT_HISTORY: prompt,
+        ExtraKind.OUTPUT_HISTORY: output,
+        ExtraKind.LOGIT_BIAS: [9, float_bits(4.0), 30, float_bits(-2.5)],
+        ExtraKind.SUPPRESSED_TOKENS: [50, 7, 8],
+    }
+    entry = Bench().one(
+        logits, 20, extras, flags=LOGPROBS, seed=5, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.6, temperature=0.5
+    )
+    edited = reference.edit_logits(torch.from_numpy(logits).double(), {9: 4.0, 30: -2.5}, None, [7, 8])
+    final = reference.penalize(edited, prompt, output, 1.3, 0.4, 0.6)
+    token = reference.draw(*reference.kept_tokens(final, 0.5), reference.uniform(5, 0, 20))
+    logprob, rank = reference.logprob_and_rank(final, token)
+    assert (int(entry["token"]), int(entry["rank"])) == (token, rank)
+    assert float(entry["logprob"]) == pytest.approx(logprob, abs=1e-4)
+
+
+def test_tokens_sampled_in_the_session_count_as_output():
+    bench = Bench()
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    logits[0, 10], logits[0, 11], logits[0, 12] = 3.0, 2.0, 1.0
+    bench.open(0, flags=GREEDY, frequency_penalty=1.5)
+    assert [int(bench.sample(logits, [0], [p])[0]["token"]) for p in range(4)] == [10, 11, 10, 12]
+
+
+@pytest.mark.parametrize(("position", "token"), [(9, 1), (10, 0)])
+def test_B09_suppressed_tokens_are_allowed_from_their_position_on(position, token):
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[0], logits[1] = 5.0, 4.0
+    entry = Bench().one(logits, position, {ExtraKind.SUPPRESSED_TOKENS: [10, 0]}, flags=GREEDY)
+    assert int(entry["token"]) == token
+
+
+def test_allowed_tokens_shut_out_every_other():
+    for seed in range(30):
+        entry = Bench().one(random_logits(VOCAB, seed=seed), 1, {ExtraKind.ALLOWED_TOKENS: [5, 6, 200]}, seed=seed, temperature=5.0)
+        assert int(entry["token"]) in (5, 6, 200)
+
+
+def test_an_attachment_with_a_token_outside_the_vocabulary_is_named():
+    with pytest.raises(StepError, match=r"row 3 names token 300, the vocabulary has 300"):
+        Bench().one(random_logits(VOCAB), 1, {ExtraKind.ALLOWED_TOKENS: [5, 300]})
+
+
+def test_greedy_takes_the_lowest_id_among_equals():
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[[40, 7, 99]] = 2.0
+    assert int(Bench().one(logits, flags=GREEDY)["token"]) == 7
