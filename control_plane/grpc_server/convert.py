@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
-from google.protobuf import json_format, struct_pb2
+from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from twinplane.control_plane.text.chat import Conversation
@@ -28,16 +29,24 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
             f"{name} has field number {unknown.field_number}, which this server does not know: it is not supported in this version",
             field=path or None,
         )
-    for descriptor, value in message.ListFields():
-        kind = descriptor.message_type
-        if kind is None or kind.GetOptions().map_entry:
-            continue
-        inner = f"{path}.{descriptor.name}" if path else descriptor.name
-        if descriptor.is_repeated:
-            for index, item in enumerate(value):
+    for name, repeated in _message_fields(message.DESCRIPTOR):
+        inner = f"{path}.{name}" if path else name
+        if repeated:
+            for index, item in enumerate(getattr(message, name)):
                 refuse_unknown_fields(item, f"{inner}[{index}]")
-        elif not isinstance(value, struct_pb2.Struct):
-            refuse_unknown_fields(value, inner)
+        elif message.HasField(name):
+            refuse_unknown_fields(getattr(message, name), inner)
+
+
+@functools.cache
+def _message_fields(descriptor: Any) -> list[tuple[str, bool]]:
+    """Name of each field that holds messages of ours, and whether it is repeated. Never touches a (large) string."""
+    fields = []
+    for field in descriptor.fields:
+        kind = field.message_type
+        if kind is not None and kind.full_name.startswith("twinplane.") and not kind.GetOptions().map_entry:
+            fields.append((field.name, field.is_repeated))
+    return fields
 
 
 def optional(message: Any, name: str) -> Any:

@@ -126,6 +126,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise InvalidRequestError(f"the request of {method} is not valid protobuf, or one of its strings is not UTF-8")
             yield
         except EngineError as error:
+            log.info("call_failed", code=error.code, reason=error.reason, field=error.field)
             await context.abort_with_status(status_of(error, current_request_id()))
         except asyncio.CancelledError:
             if self._end_error is None:
@@ -133,7 +134,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             task.uncancel()
             await context.abort_with_status(status_of(self._end_error, current_request_id()))
         except Exception:
-            log.exception("call_failed", method=method)
+            log.exception("call_crashed")
             bug = EngineError(f"internal error; the server's log has it under request id {current_request_id()}")
             await context.abort_with_status(status_of(bug, current_request_id()))
         finally:

@@ -23,6 +23,7 @@ from twinplane.v1 import generation_pb2_grpc
 log = get_logger(__name__)
 
 MAX_CANCELLED_IDS = 1024
+_UNFINISHED = "disconnected"  # the outcome of a request that gets to no end of its own
 
 
 @dataclass
@@ -35,7 +36,7 @@ class _Generation:
     receive_time_ns: int
     cached_prompt_tokens: int = 0
     timing: Timing | None = None
-    outcome: str = "disconnected"  # unless it gets to an end of its own
+    outcome: str = _UNFINISHED
 
     def usage(self) -> pb.Usage:
         return pb.Usage(
@@ -190,6 +191,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             generation.outcome = error.reason.lower()
             raise
         finally:
+            deadline = generation.request.deadline
+            if generation.outcome == _UNFINISHED and deadline is not None and time.monotonic() >= deadline:
+                generation.outcome = "deadline_exceeded"  # gRPC ended the call before the engine did
             generation.log_end()
 
     async def _cancel(self, generation: _Generation, deltas: AsyncGenerator[Delta, None]) -> Timing | None:

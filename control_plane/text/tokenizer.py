@@ -27,6 +27,7 @@ log = get_logger(__name__)
 # Tokenizing runs at about 1 M characters per second: up to here it is done in the event loop (some 16 ms at worst), above in a thread.
 INLINE_CHARACTERS = 16 * 1024
 _THREADS = 2
+_ALWAYS_TOKENIZED = 256 * 1024  # bytes
 
 
 class TokenizerError(Exception):
@@ -100,8 +101,11 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def max_bytes(self, num_tokens: int) -> int:
-        """No longer text can fit into ``num_tokens``: each token covers at most the bytes of the longest one."""
-        return num_tokens * self._longest_piece
+        """Longer inputs need not be looked at to know that they do not fit into ``num_tokens``.
+
+        Each token covers at most the bytes of the longest one. Small inputs are always worth an exact answer.
+        """
+        return max(num_tokens * self._longest_piece, _ALWAYS_TOKENIZED)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return self.bytes.decode(ids, skip_special=skip_special_tokens)

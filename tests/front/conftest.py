@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # In importlib mode pytest adds no test folder to the path. Only this folder: with its parent on the path, a bare
 # `kernels` would be importable, which transformers reacts to.
@@ -16,6 +17,10 @@ from fake_engine import FakeEngine
 from front_support import demo_model, serving, tiny_tokenizer
 from twinplane.client import AsyncClient
 from twinplane.control_plane.text.tokenizer import Tokenizer, load_tokenizer
+
+# Machines are shared: how long one example takes says nothing.
+settings.register_profile("front", deadline=None)
+settings.load_profile("front")
 
 
 @pytest.fixture(scope="session")
