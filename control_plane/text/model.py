@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinplane.control_plane.text.tokenizer import Tokenizer
-from twinplane.control_plane.types import ModelNotFoundError, SamplingParams
-from twinplane.control_plane.validation import default_sampling
-from twinplane.shared.model_files import ModelCard
+from twinplane.control_plane.types import InvalidRequestError, ModelNotFoundError, SamplingParams
+from twinplane.control_plane.validation import default_sampling, describe_defaults
+from twinplane.shared.log import get_logger
+from twinplane.shared.model_files import ModelCard, ModelFileError
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,14 @@ class ServedModel:
     ) -> ServedModel:
         """``sampling_flags``: the server's own defaults by parameter name; they go before the model's generation_config.json.
 
-        Raises InvalidRequestError for a default that is out of range.
+        Raises ModelFileError for a default that is out of range. Logs what is served.
         """
         generation_config = read_generation_config(card) if use_generation_config else {}
+        try:
+            defaults = default_sampling(generation_config, sampling_flags)
+        except InvalidRequestError as error:
+            raise ModelFileError(f"the default sampling parameters of {card.path} can not be used: {error.message}") from error
+        log.info("model", name=name, eos_token_ids=card.eos_token_ids, default_sampling=describe_defaults(defaults))
         return cls(
             name=name,
             tokenizer=tokenizer,
@@ -48,7 +56,7 @@ class ServedModel:
             eos_token_ids=card.eos_token_ids,
             architecture=card.architecture,
             aliases=aliases,
-            defaults=default_sampling(generation_config, sampling_flags),
+            defaults=defaults,
         )
 
     def check_name(self, asked: str) -> None:

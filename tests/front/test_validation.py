@@ -29,7 +29,7 @@ from twinplane.control_plane.validation import (
     resolve_stop,
     truncate_prompt,
 )
-from twinplane.shared.model_files import ModelCard
+from twinplane.shared.model_files import ModelCard, ModelFileError
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=512)
 
@@ -238,3 +238,6 @@ def test_E03_the_file_is_read_from_the_models_folder_unless_switched_off(tmp_pat
     model = ServedModel.of(card, tokenizer, name="m", aliases=("n",), sampling_flags={"top_k": 5})
     assert (model.defaults.temperature, model.defaults.top_k, model.eos_token_ids, model.vocab_size) == (0.25, 5, (2,), 512)
     assert ServedModel.of(card, tokenizer, name="m", use_generation_config=False).defaults == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ModelFileError, match="top_p is 7"):
+        ServedModel.of(card, tokenizer, name="m")
