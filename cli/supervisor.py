@@ -35,7 +35,7 @@ RESTART_WINDOW_S = 300.0
 FIRST_BACKOFF_S = 0.5  # pause before the second restart in the window; doubles
 MAX_BACKOFF_S = 10.0
 PROGRESS_INTERVAL_S = 10.0
-LEAVE_S = 2.0  # the data plane ends by itself this soon after the control plane sent `drain`
+LEAVE_S = 1.0  # the data plane ends by itself this soon after the control plane sent `drain`
 KILL_AFTER_S = 3.0  # from SIGTERM without anything to drain, to SIGKILL
 
 _WHY_SIGNAL = {
