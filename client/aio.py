@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Unpack
@@ -30,8 +31,12 @@ class AsyncClient:
         self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._engine: Any = engine_pb2_grpc.EngineServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._retry = retry or RetryPolicy()
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 
     async def close(self) -> None:
+        """Also cancels streams that are still open. (Not every version of grpc.aio does that when its channel closes.)"""
+        for stream in list(self._streams):
+            stream.cancel()
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -51,7 +56,9 @@ class AsyncClient:
         """The answer as it comes: iterate over the deltas. Use it with ``async with`` to cancel what you do not read."""
         request = generation_pb2.StreamGenerateRequest(request=messages.generate_request(prompt, options))
         attempts = Attempts(self._retry, timeout)
-        return AsyncStream(lambda: self._generation.StreamGenerate(request, timeout=attempts.remaining()), attempts)
+        stream = AsyncStream(lambda: self._generation.StreamGenerate(request, timeout=attempts.remaining()), attempts)
+        self._streams.add(stream)
+        return stream
 
     async def chat(self, chat: Chat | Sequence[Any], *, timeout: float | None = None, **options: Unpack[Options]) -> GenerateResult:
         """``chat``: a Chat, or just its messages."""
