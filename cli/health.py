@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from twinplane.cli.arguments import new_parser
@@ -64,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict.well else 1
 
 
-def _until(ask, wait_s: float | None) -> Verdict:  # type: ignore[no-untyped-def]
+def _until(ask: Callable[[], Verdict], wait_s: float | None) -> Verdict:
     """Ask until well or until ``wait_s`` is over."""
     end = time.monotonic() + (wait_s or 0.0)
     while True:
-        verdict: Verdict = ask()
+        verdict = ask()
         if verdict.well or time.monotonic() >= end:
             return verdict
         time.sleep(0.1)

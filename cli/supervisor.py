@@ -24,7 +24,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,7 +175,8 @@ class Supervisor:
         due = min((when for when, _ in self._timers.values()), default=None)
         timeout = None if due is None else max(0.0, due - time.monotonic())
         for key, _ in self._selector.select(timeout):
-            key.data()
+            if self._selector.get_map().get(key.fd) == key:  # an earlier event may have ended what this one is about
+                key.data()
         while self._signals:
             self._asked_to_stop(self._signals.pop(0))
         now = time.monotonic()
@@ -303,13 +304,15 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def _caught_signals(into: list[int], selector: selectors.BaseSelector):  # type: ignore[no-untyped-def]
+def _caught_signals(into: list[int], selector: selectors.BaseSelector) -> Iterator[None]:
     """Collect SIGINT, SIGTERM and SIGHUP in ``into`` and wake ``selector`` for each."""
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)
     selector.register(wake, selectors.EVENT_READ, lambda: wake.recv(64))
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the end of the terminal is not our end
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda n, _frame: into.append(n)) for number in numbers}
     old_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     try:

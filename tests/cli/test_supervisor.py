@@ -163,6 +163,21 @@ def test_each_plane_leads_its_own_process_group_so_that_ctrl_c_reaches_only_the_
     assert os.getpgid(control) == control and os.getpgid(data) == data
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_the_terminal_stops_the_server_unless_nohup_says_otherwise(supervise, ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # a child inherits it
+    try:
+        run = supervise()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.wait_up()
+    run.process.send_signal(signal.SIGHUP)
+    if ignored:
+        run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == 0
+    assert ("SIGTERM" if ignored else "SIGHUP") in run.stderr
+
+
 def test_readiness_is_announced_once(supervise):
     run = supervise(control="serve,serve")
     run.wait_up()
