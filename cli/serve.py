@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 from twinplane.cli.arguments import add_check, load_settings, settings_parser
 from twinplane.cli.listen import address_of, require_free
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=settings.max_restarts,
         drain_s=settings.drain_delay + settings.drain_grace,
         report=_reporter(settings),
-        ready_sentence=lambda: f"{settings.model} on {address_of(settings)}",
+        ready_sentence=lambda: f"{settings.served_model_name or Path(settings.model).name} on {address_of(settings)}",
     ).run()
 
 
