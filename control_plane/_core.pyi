@@ -145,7 +145,11 @@ class EngineCore:
     def stop(self) -> None:
         """End the thread; live requests get FINISH_STOPPED. Idempotent."""
     def attach(self, segment_fd: int, capacities: Sequence[int], epoch: int, pool: Pool) -> None:
-        """Begin a session on a mapped segment (the fd is duplicated)."""
+        """Begin a session on a mapped segment (the fd is needed only during the call).
+
+        Raises _shm.ProtocolError if the segment is not this session's, ValueError if a capacity is too small, RuntimeError if a session is
+        attached or the core is not running.
+        """
     def activate(self) -> None:
         """The data plane is ready: steps may be sent."""
     def detach(self, *, step_failed: bool = False) -> None:

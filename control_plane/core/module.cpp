@@ -243,6 +243,8 @@ void bind_engine(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   using namespace twinplane::core;
+  // It translates shm::ProtocolError, which attach() may throw, for every module of this build.
+  nb::module_::import_("twinplane.shared._shm");
   m.doc() = "Native scheduler of the control plane. Contract: control_plane/CONTRACT.md";
   const std::array<const char*, kNumFinishReasons> names = {
       "FINISH_NONE",     "FINISH_EOS",        "FINISH_STOP_TOKEN",  "FINISH_LENGTH",  "FINISH_CANCELLED",

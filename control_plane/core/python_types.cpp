@@ -118,7 +118,8 @@ nb::object to_stats(const Stats& s, uint64_t refused) {
 
 nb::dict to_dict(const std::optional<PeerView>& peer) {
   if (!peer) return nb::dict();
-  nb::dict dict = to_dict(peer->data);
+  nb::dict dict;
+  dict["data"] = to_dict(peer->data);
   dict["control"] = to_dict(peer->control);
   dict["fault"] = peer->fault;
   return dict;

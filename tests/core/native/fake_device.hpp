@@ -1,0 +1,129 @@
+// A data plane for native tests: executes steps on KV slots that hold (position, token), and answers with a hash of the
+// tokens it reads back through the block table. Any wrong position, table entry, relay or reused block ends in a wrong token.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <span>
+#include <vector>
+
+#include "control_plane/core/config.hpp"
+#include "shared/csrc/wire.hpp"
+
+namespace twinplane::core::testing {
+
+#define REQUIRE(condition, ...)                                                 \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);      \
+      std::fprintf(stderr, __VA_ARGS__);                                        \
+      std::fputc('\n', stderr);                                                 \
+      std::abort();                                                             \
+    }                                                                           \
+  } while (false)
+
+inline constexpr uint32_t kVocab = 40;
+
+// FNV-1a over the tokens so far.
+inline int32_t next_token(std::span<const int32_t> tokens) {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (const int32_t token : tokens) hash = (hash ^ static_cast<uint32_t>(token)) * 0x100000001b3ull;
+  return static_cast<int32_t>((hash >> 20) % kVocab);
+}
+
+// What a request gets, had it the device for itself: up to and including `eos`, or max_tokens.
+inline std::vector<int32_t> expected_output(std::vector<int32_t> tokens, uint32_t max_tokens, int32_t eos) {
+  std::vector<int32_t> output;
+  while (output.size() < max_tokens && (output.empty() || output.back() != eos)) {
+    tokens.push_back(next_token(tokens));
+    output.push_back(tokens.back());
+  }
+  return output;
+}
+
+class FakeDevice {
+ public:
+  FakeDevice(const Pool& pool, const wire::Capacities& capacities)
+      : step_layout_(capacities),
+        result_layout_(capacities),
+        block_size_(pool.block_size.value),
+        kv_(uint64_t{pool.num_blocks.value} * block_size_, {~0u, -1}) {}
+
+  uint64_t result_bytes() const { return result_layout_.bytes; }
+
+  // Executes the step; writes its result slot.
+  void run(const std::byte* step, std::byte* result) {
+    const auto& header = *at<wire::StepHeader>(step, step_layout_.header);
+    const auto* closes = at<uint32_t>(step, step_layout_.closes);
+    for (uint32_t i = 0; i < header.num_closes; ++i) REQUIRE(rows_.erase(closes[i]) == 1, "row %u", closes[i]);
+    const auto* opens = at<wire::RowOpen>(step, step_layout_.opens);
+    for (uint32_t i = 0; i < header.num_opens; ++i) {
+      REQUIRE(rows_.emplace(opens[i].row, Row{}).second, "row %u opened twice", opens[i].row);
+    }
+    const auto* writes = at<wire::TableWrite>(step, step_layout_.table_writes);
+    for (uint32_t i = 0; i < header.num_table_writes; ++i) {
+      REQUIRE(rows_.at(writes[i].row).table.emplace(writes[i].index, writes[i].block).second, "row %u", writes[i].row);
+    }
+    auto& out = *reinterpret_cast<wire::ResultHeader*>(result + result_layout_.header);
+    out = {.step = header.step, .received_ns = 0, .finished_ns = 1, .apply_us = 0, .forward_us = 0, .sample_us = 0,
+           .status = wire::kStepStatusOk, .num_entries = 0, .last = 1};
+    auto* entries = reinterpret_cast<wire::ResultEntry*>(result + result_layout_.entries);
+    const auto* seqs = at<wire::SeqEntry>(step, step_layout_.seqs);
+    const auto* tokens = at<int32_t>(step, step_layout_.token_ids);
+    for (uint32_t i = 0; i < header.num_seqs; ++i) {
+      Row& row = rows_.at(seqs[i].row);
+      store(row, seqs[i], tokens + seqs[i].token_start);
+      if ((seqs[i].flags & wire::kSeqFlagSamples) == 0) continue;
+      row.last_token = sample(row, seqs[i].position + seqs[i].num_tokens);
+      entries[out.num_entries++] = {.row = seqs[i].row, .token = row.last_token, .logprob = -1, .rank = 1, .flags = 0};
+    }
+  }
+
+ private:
+  struct Slot {
+    uint32_t position;
+    int32_t token;
+  };
+  struct Row {
+    std::map<uint32_t, uint32_t> table;
+    int32_t last_token = wire::kNoToken;
+  };
+
+  template <typename T>
+  static const T* at(const std::byte* slot, uint64_t offset) {
+    return reinterpret_cast<const T*>(slot + offset);
+  }
+
+  Slot& slot(const Row& row, uint32_t position) {
+    return kv_[uint64_t{row.table.at(position / block_size_)} * block_size_ + position % block_size_];
+  }
+
+  void store(Row& row, const wire::SeqEntry& seq, const int32_t* tokens) {
+    for (uint32_t i = 0; i < seq.num_tokens; ++i) {
+      const bool is_relay = tokens[i] == wire::kNoToken;
+      REQUIRE(!is_relay || (i + 1 == seq.num_tokens && row.last_token >= 0), "relay in row %u", seq.row);
+      slot(row, seq.position + i) = {seq.position + i, is_relay ? row.last_token : tokens[i]};
+    }
+  }
+
+  int32_t sample(const Row& row, uint32_t past) {
+    std::vector<int32_t> context(past);
+    for (uint32_t p = 0; p < past; ++p) {
+      const Slot& s = slot(row, p);
+      REQUIRE(s.position == p, "position %u holds %u", p, s.position);
+      context[p] = s.token;
+    }
+    return next_token(context);
+  }
+
+  wire::StepSlotLayout step_layout_;
+  wire::ResultSlotLayout result_layout_;
+  uint32_t block_size_;
+  std::vector<Slot> kv_;
+  std::map<uint32_t, Row> rows_;
+};
+
+}  // namespace twinplane::core::testing
