@@ -32,6 +32,17 @@ def signal_at(point: str, passage: int, signal: int) -> None:
     Raises KeyError for a point that does not exist.
     """
 
+# Round trips between two processes without Python in between, for benchmarks/ring.py: one side measures, the other answers. They raise
+# RuntimeError when the other side is silent for 10 s.
+def measure_ring(fd: int, epoch: int, count: int, bytes: int) -> list[int]:
+    """Control plane's side: nanoseconds of each of `count` exchanges of a step against a result, `bytes` written and read in each."""
+
+def answer_ring(fd: int, epoch: int, count: int, bytes: int) -> None: ...
+def measure_futex(fd: int, count: int) -> list[int]:
+    """The yardstick: nanoseconds of each ping-pong over two bare futex words in the file's first page (zeros at the start)."""
+
+def answer_futex(fd: int, count: int) -> None: ...
+
 class DataEnd:
     """The data plane's end: reads steps, writes results, owns the `data` page and `data_bell`."""
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "shared/csrc/end.hpp"
+#include "shared/csrc/measure.hpp"
 
 namespace twinplane::shm {
 namespace {
@@ -143,6 +144,12 @@ NB_MODULE(_shm, m) {
       "fd"_a, "capacities"_a, "epoch"_a);
   m.def("region_offsets", &region_offsets, "capacities"_a);
   m.def("signal_at", &signal_at, "point"_a, "passage"_a, "signal"_a);
+
+  const nb::call_guard<nb::gil_scoped_release> no_gil;
+  m.def("measure_ring", &measure_ring, "fd"_a, "epoch"_a, "count"_a, "bytes"_a, no_gil);
+  m.def("answer_ring", &answer_ring, "fd"_a, "epoch"_a, "count"_a, "bytes"_a, no_gil);
+  m.def("measure_futex", &measure_futex, "fd"_a, "count"_a, no_gil);
+  m.def("answer_futex", &answer_futex, "fd"_a, "count"_a, no_gil);
 
   using Data = End<Plane::kData>;
   bind_end<Plane::kData>(m, "DataEnd", "The data plane's end: reads steps, writes results.")

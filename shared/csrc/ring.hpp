@@ -2,13 +2,19 @@
 //
 //   writer                                        reader
 //     room: published - consumed < depth            news: next < published
-//       load peer.consumed   acquire  [C2]            load peer.published  acquire  [P2]
+//       load peer.consumed            [C2]            load peer.published           [P2]
 //     fill slot[published % depth]                  read slot[next % depth] in place
-//     store published+1      release  [P1]          store consumed         release  [C1]
-//     ring(reader's bell)                           ring(writer's bell)
+//     store published+1               [P1]          store consumed                  [C1]
+//     ring(reader's bell)                           if the ring was full [P3]: ring(writer's bell)
 //
 // [P1] pairs with [P2]: who sees the counter sees the slot. [C1] pairs with [C2]: who sees the counter knows that the
-// reader has done its last load from the slot, and may overwrite it.
+// reader has done its last load from the slot, and may overwrite it. Release and acquire would do for that.
+//
+// They are sequentially consistent because of [P3], the reader's look at `published` after [C1]: it rings only if it
+// made room in a full ring, since nobody else waits for room (otherwise each step would wake the control plane twice,
+// once for nothing). A writer about to sleep has stored [P1], filling the ring, before it loaded [C2] and saw no room.
+// In the one order of all four, either [C1] comes before that [C2], and the writer saw room; or [P3] comes after [P1],
+// and the reader sees the ring full.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +46,7 @@ class RingWriter {
       : slots_(slots), published_(&published), consumed_(&consumed), peer_bell_(&peer_bell) {}
 
   bool has_room() const {
-    return *published_ - load(*consumed_, std::memory_order_acquire) < slots_.depth;  // [C2]
+    return *published_ - load(*consumed_, std::memory_order_seq_cst) < slots_.depth;  // [C2]
   }
 
   // Number of the slot to be published next; it is the slot's step number.
@@ -53,7 +59,7 @@ class RingWriter {
   // Hands slot() to the reader; from here on it is not the writer's.
   void publish() {
     pass(Point::kBeforePublish);
-    store(*published_, *published_ + 1, std::memory_order_release);  // [P1]
+    store(*published_, *published_ + 1, std::memory_order_seq_cst);  // [P1]
     pass(Point::kAfterPublish);
     ring(*peer_bell_);
   }
@@ -72,7 +78,7 @@ class RingReader {
   RingReader(Slots slots, const uint64_t& published, uint64_t& consumed, wire::Bell& peer_bell)
       : slots_(slots), published_(&published), consumed_(&consumed), peer_bell_(&peer_bell), next_(consumed) {}
 
-  bool has_news() const { return next_ < load(*published_, std::memory_order_acquire); }  // [P2]
+  bool has_news() const { return next_ < load(*published_, std::memory_order_seq_cst); }  // [P2]
 
   // Takes the next slot: its number. Only while has_news().
   uint64_t next() { return next_++; }
@@ -84,13 +90,14 @@ class RingReader {
   }
   uint64_t slot_bytes() const { return slots_.bytes; }
 
-  // Gives back every slot up to and including `sequence`.
+  // Gives back every slot up to and including `sequence`, and rings if the writer may be waiting for one.
   void consume(uint64_t sequence) {
     if (sequence < *consumed_ || sequence >= next_) throw_out_of_range("consume", sequence);
+    const uint64_t before = *consumed_;
     pass(Point::kBeforeConsume);
-    store(*consumed_, sequence + 1, std::memory_order_release);  // [C1]
+    store(*consumed_, sequence + 1, std::memory_order_seq_cst);  // [C1]
     pass(Point::kAfterConsume);
-    ring(*peer_bell_);
+    if (load(*published_, std::memory_order_seq_cst) - before >= slots_.depth) ring(*peer_bell_);  // [P3]
   }
 
  private:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -10,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
+import uvloop
 from twinplane.shared import segment
 from twinplane.shared._shm import ControlEnd, DataEnd
 from twinplane.shared.wire import Capacities
 
 PEER = Path(__file__).parent / "peer.py"
 _serial = itertools.count()
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Each asynchronous test runs on both kinds of loop."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 class PeerProcess:

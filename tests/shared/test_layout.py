@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from twinplane.shared import _shm, generate, schema, wire
 
 CSRC = Path(generate.__file__).parent / "csrc"
-LAYOUTS = (wire.StepSlotLayout, wire.ResultSlotLayout, wire.SegmentLayout)
+LAYOUTS: tuple[Any, ...] = (wire.StepSlotLayout, wire.ResultSlotLayout, wire.SegmentLayout)
 CAPACITIES = st.builds(
     wire.Capacities,
     ring_depth=st.integers(1, 16),

@@ -10,13 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from twinplane.shared import segment
 from twinplane.shared._shm import WAIT_BOUND_NS, ControlEnd, DataEnd, ProtocolError
 from twinplane.shared.wire import Capacities, Phase
@@ -106,7 +106,7 @@ def test_C14_full_ring_holds_the_writer_back_and_nothing_is_overwritten(ends: En
 def test_a_slot_given_back_can_not_be_read_by_number(ends: Ends) -> None:
     control, data = ends
     send(control, 1)
-    with pytest.raises(IndexError, match="step|slot 0"):
+    with pytest.raises(IndexError, match="slot 0: open are the slots from 0 up to, not including, 0"):
         data.step(0)  # published, but not taken
     assert data.wait_step(0) == 0
     data.consume(0)
@@ -193,8 +193,8 @@ def test_writing_into_the_peers_page_is_impossible(instance: str, capacities: Ca
     made = segment.create_segment(instance, capacities, epoch=1)
     control, data = ControlEnd(made.fd, 1), DataEnd(made.fd, 1)
     inode = str(os.fstat(made.fd).st_ino)
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        rights = [line.split()[1] for line in maps if line.split()[4] == inode]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    rights = [fields[1] for fields in maps if fields[4] == inode]
     made.close()
     # control: header | control | data | bells and steps | results.   data: header and control | the rest
     assert rights.count("r--s") == 4 and rights.count("rw-s") == 3
@@ -345,7 +345,7 @@ def test_C13_a_hundred_thousand_messages_each_way_with_random_pauses(spawn: Spaw
 
 
 def test_C13_bursts_and_idle_gaps_around_the_bound(spawn: Spawn, instance: str) -> None:
-    finish(exchange(spawn, instance, "--count", 40_000, "--pattern", "burst", "--timeout-ns", 10_000_000_000), 40_000)
+    finish(exchange(spawn, instance, "--count", 20_000, "--pattern", "burst", "--timeout-ns", 10_000_000_000), 20_000)
 
 
 def test_C13_both_planes_on_one_cpu(spawn: Spawn, instance: str) -> None:

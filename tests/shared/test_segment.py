@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import signal
@@ -14,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from twinplane.shared import segment, wire
+from twinplane.shared import wire
 from twinplane.shared._shm import ControlEnd, DataEnd, ProtocolError, segment_bytes
 from twinplane.shared.segment import InstanceInUseError, InstanceLock, SegmentError, create_segment, instance_names, open_segment
 from twinplane.shared.wire import Capacities
@@ -94,14 +94,14 @@ def test_a_lock_on_a_removed_file_is_no_lock(instance: str, monkeypatch: pytest.
     """The last owner unlinks the file between our open and our flock: we must lock the path's new file instead."""
     first = InstanceLock(instance)
     first.acquire()
-    real_flock = segment.fcntl.flock
+    real_flock = fcntl.flock
 
     def release_then_lock(fd: int, flags: int) -> None:
         monkeypatch.undo()
         first.release()
         real_flock(fd, flags)
 
-    monkeypatch.setattr(segment.fcntl, "flock", release_then_lock)
+    monkeypatch.setattr(fcntl, "flock", release_then_lock)
     with InstanceLock(instance) as second:
         assert second.names.lock.exists()
         with pytest.raises(InstanceInUseError):
@@ -190,8 +190,7 @@ def test_C08_a_monitor_that_attached_and_ended_destroys_nothing(instance: str, c
     made = create_segment(instance, capacities, epoch=1)
     control, data = ControlEnd(made.fd, 1), DataEnd(made.fd, 1)
     monitor = run_python(
-        "import sys, mmap; from twinplane.shared.segment import open_segment\n"
-        "print(mmap.mmap(open_segment(sys.argv[1]), 0)[:8])",
+        "import sys, mmap; from twinplane.shared.segment import open_segment\nprint(mmap.mmap(open_segment(sys.argv[1]), 0)[:8])",
         made.name,
     )
     assert (monitor.stdout, monitor.stderr) == ("b'TWNPLANE'\n", "")
