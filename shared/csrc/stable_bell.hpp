@@ -43,7 +43,7 @@ class StableBell {
     void* at =
         mmap(address, wire::kPage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE | fixed | anonymous, fd, offset);
     if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of the bell page");
-    page_ = at;
+    if (page_ == nullptr) page_ = at;  // never stored again: other threads read it
   }
 
   void* page_ = nullptr;
