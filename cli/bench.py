@@ -1,16 +1,20 @@
 """``twinplane bench``: the quick measurements of :mod:`twinplane.benchmarks` on this machine.
 
-A benchmark is a module there with ``run() -> Mapping[str, object]``: figures by name, units in the names.
+A benchmark is a module there with ``run(...) -> Mapping[str, object]``: figures by name, units in the names. Its parameters can be
+set as ``NAME=N``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
 
+from twinplane.cli import EXIT_USAGE
 from twinplane.cli.arguments import new_parser
 
 BENCHMARKS = {
@@ -24,8 +28,16 @@ def parser(prog: str) -> argparse.ArgumentParser:
     epilog = "benchmarks:\n" + "\n".join(f"  {name:<8} {what}" for name, what in BENCHMARKS.items())
     parser = new_parser(prog, "Measure parts of Twinplane on this machine. Figures are only as good as the machine is idle.", epilog)
     parser.add_argument("name", choices=sorted(BENCHMARKS), metavar="NAME", help="which; see below")
+    parser.add_argument("parameters", nargs="*", type=_parameter, metavar="PARAMETER=N", help="parameters of the benchmark's run()")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return parser
+
+
+def _parameter(text: str) -> tuple[str, int]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier() and value.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected NAME=N, got {text!r}")
+    return name, int(value)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +46,16 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"twinplane bench {args.name}: {error} (pip install 'twinplane[data-plane]' brings what the kernels need)", file=sys.stderr)
         return 1
-    figures: Mapping[str, object] = benchmark.run()
+    known = inspect.signature(benchmark.run).parameters
+    unknown = [name for name, _ in args.parameters if name not in known]
+    if unknown:
+        print(f"twinplane bench {args.name}: no parameter {unknown[0]!r}; it has {', '.join(known)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        figures: Mapping[str, object] = benchmark.run(**dict(args.parameters))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"twinplane bench {args.name}: {error} (the native programs some benchmarks run are built in a clone)", file=sys.stderr)
+        return 1
     print(json.dumps(dict(figures)) if args.json else _table(figures))
     return 0
 

@@ -62,7 +62,7 @@ def _run(command: str, module: str, arguments: list[str]) -> int:
 
     parser = implementation.parser(f"twinplane {command}")
     try:
-        return int(implementation.run(parser.parse_args(arguments)))
+        return int(implementation.run(parser.parse_intermixed_args(arguments)))
     except ConfigError as error:
         print(f"twinplane {command}: can not start:", *error.problems, sep="\n  ", file=sys.stderr)
         return EXIT_CONFIG

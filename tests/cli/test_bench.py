@@ -1,0 +1,56 @@
+"""``twinplane bench``: figures in, table or JSON out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+from twinplane.cli.main import main
+
+
+@pytest.fixture
+def tick(monkeypatch):
+    """A stand-in for a benchmark, so that these tests measure nothing."""
+    module = types.ModuleType("twinplane.benchmarks.tick")
+    module.run = lambda running=64, ticks=10: {"running": running, "p50_us": 1.23456, "ticks": ticks}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_figures_are_printed_as_a_table(tick, capsys):
+    assert main(["bench", "tick"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["running  64", "p50_us   1.235", "ticks    10"]
+
+
+def test_parameters_reach_the_benchmark_and_json_is_one_object(tick, capsys):
+    assert main(["bench", "tick", "--json", "running=256", "ticks=5"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"running": 256, "p50_us": 1.23456, "ticks": 5}
+
+
+def test_an_unknown_parameter_is_answered_with_those_there_are(tick, capsys):
+    assert main(["bench", "tick", "runing=1"]) == 2
+    assert "it has running, ticks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["tick", "running"], ["tick", "running=many"]])
+def test_nonsense_is_a_usage_error(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments])
+    assert caught.value.code == 2
+
+
+def test_a_benchmark_that_can_not_run_says_why(tick, capsys):
+    def run():
+        raise FileNotFoundError("scripts/native")
+
+    tick.run = run
+    assert main(["bench", "tick"]) == 1
+    assert "scripts/native" in capsys.readouterr().err
+
+
+def test_the_ring_is_really_measured(capsys):
+    assert main(["bench", "ring", "--json", "round_trips=50", "rounds=1"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["round_trips"] == 50 and figures["ring_p50_us"] > 0
