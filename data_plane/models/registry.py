@@ -12,7 +12,6 @@ from typing import Any
 from twinplane.data_plane.config import DataPlaneError
 from twinplane.data_plane.models import llama
 from twinplane.data_plane.models.base import Model, UnsupportedModelError
-from twinplane.data_plane.models.fallback import FallbackModel
 from twinplane.shared.model_files import ModelCard
 
 ENTRY_POINT_GROUP = "twinplane.models"
@@ -31,6 +30,8 @@ def model_class(card: ModelCard) -> type[Model]:
         return NATIVE[card.architecture]
     if card.format != "safetensors":
         raise UnsupportedModelError(f"{card.architecture} can be loaded from safetensors only, not from {card.format}")
+    from twinplane.data_plane.models.fallback import FallbackModel  # transformers' models: seconds of imports
+
     return FallbackModel
 
 
