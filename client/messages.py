@@ -15,7 +15,7 @@ ALIVE = "liveness"
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 # Options by the message they belong to; `stop` is handled by name.
-_TOP = ("request_id", "model", "add_special_tokens", "parse_special_tokens", "truncate_prompt_tokens", "cache_salt")
+_TOP = ("request_id", "model", "add_special_tokens", "parse_special_tokens", "truncate_prompt_tokens", "cache_salt", "priority")
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias",
     "allowed_token_ids",

@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     parse_special_tokens: bool
     truncate_prompt_tokens: int
     cache_salt: str
+    priority: int
     text: bool
     skip_special_tokens: bool
     logprobs: bool

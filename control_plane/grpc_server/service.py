@@ -159,6 +159,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             stop_token_ids=stop.stop_token_ids,
             ignore_eos=request.stop.ignore_eos,
             logprobs=request.output.logprobs,
+            priority=request.priority,
             deadline=deadline,
             cache_salt=cache_salt,
         )

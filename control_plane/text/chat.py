@@ -49,16 +49,21 @@ class Conversation:
     continue_final_message: bool = False
 
 
+def control_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches the written form of any of the tokens, the longest where several begin."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
 class ChatTemplate:
     """A compiled template. ``variables`` are the model's special tokens, such as ``bos_token``."""
 
-    def __init__(self, source: str, variables: Mapping[str, str], control_tokens: Iterable[str]) -> None:
-        """Raises jinja2.TemplateSyntaxError."""
+    def __init__(self, source: str, variables: Mapping[str, str], control: re.Pattern[str] | None) -> None:
+        """``control`` matches control tokens (:func:`control_pattern`). Raises jinja2.TemplateSyntaxError."""
         self.source = source
         self._template = _environment().from_string(source)
         self._variables = dict(variables)
-        longest_first = sorted(filter(None, control_tokens), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._control = control
 
     def render(self, chat: Conversation, *, protect: bool = True) -> list[Segment]:
         """The prompt as segments, in order. Raises InvalidRequestError for what the template does not accept."""

@@ -38,6 +38,8 @@ class BpeRule:
     add_bos: bool = False  # when the file does not say
 
 
+_SPACE = "▁"  # U+2581, how SentencePiece writes a space
+
 # Cutting patterns are those published with the models (tiktoken's cl100k_base and its variants).
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -58,8 +60,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         return _build_byte_level(metadata)
+    if kind == "llama":
+        return _build_sentencepiece(metadata)
     raise UnsupportedTokenizerError(
-        f"tokenizer.ggml.model is {kind!r} in the GGUF file; only gpt2 (byte-level BPE) is supported:"
+        f"tokenizer.ggml.model is {kind!r} in the GGUF file; gpt2 (byte-level BPE) and llama (SentencePiece BPE) are supported:"
         " give the model's Hugging Face tokenizer with --tokenizer"
     )
 
@@ -87,6 +91,52 @@ def _build_byte_level(metadata: Mapping[str, Any]) -> FastTokenizer:
     return tokenizer
 
 
+def _build_sentencepiece(metadata: Mapping[str, Any]) -> FastTokenizer:
+    """SentencePiece BPE (Kudo and Richardson 2018): the pair whose union scores highest is merged first."""
+    for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
+        if metadata.get(f"tokenizer.ggml.{key}"):
+            raise UnsupportedTokenizerError(
+                f"tokenizer.ggml.{key} is set in the GGUF file, a text normalization that is not supported:"
+                " give the model's Hugging Face tokenizer with --tokenizer"
+            )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    model = models.BPE(
+        {token: index for index, token in enumerate(tokens)},
+        _merges_by_score(tokens, metadata["tokenizer.ggml.scores"], types),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=TokenType.BYTE in types,
+    )
+    tokenizer = FastTokenizer(model)
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    tokenizer.add_special_tokens([*_added(tokens, types, TokenType.UNKNOWN), *_added(tokens, types, TokenType.CONTROL)])
+    tokenizer.add_tokens(_added(tokens, types, TokenType.USER_DEFINED))
+    tokenizer.post_processor = _post_processor(metadata, tokens, add_bos=True)
+    return tokenizer
+
+
+def _merges_by_score(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
+    """SentencePiece stores pieces and scores; a merge is every way to cut a piece into two pieces, ranked by the piece's score.
+
+    Among cuts of one piece the longer left part goes first, as in Hugging Face's conversion.
+    """
+    pieces = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL}
+    merges = [
+        (score, at, piece[:at], piece[at:])
+        for piece, score in pieces.items()
+        for at in range(1, len(piece))
+        if piece[:at] in pieces and piece[at:] in pieces
+    ]
+    merges.sort(key=lambda merge: (-merge[0], -merge[1]))
+    return [(left, right) for _, _, left, right in merges]
+
+
 def _pre_tokenizer(rule: BpeRule) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None)
     if rule.pattern is not None:
@@ -98,7 +148,7 @@ def _pre_tokenizer(rule: BpeRule) -> pre_tokenizers.PreTokenizer:
 
 def _added(tokens: list[str], types: list[int], kind: TokenType) -> list[AddedToken]:
     return [
-        AddedToken(token, special=kind is TokenType.CONTROL, normalized=False)
+        AddedToken(token, special=kind is not TokenType.USER_DEFINED, normalized=False)
         for token, token_type in zip(tokens, types, strict=True)
         if token_type == kind
     ]
@@ -106,7 +156,7 @@ def _added(tokens: list[str], types: list[int], kind: TokenType) -> list[AddedTo
 
 def _post_processor(metadata: Mapping[str, Any], tokens: list[str], *, add_bos: bool) -> processors.PostProcessor:
     """Puts BOS before and EOS after a text, as the file says."""
-    byte_level = processors.ByteLevel(trim_offsets=False)  # changes offsets only
+    nothing = processors.ByteLevel(trim_offsets=False)  # changes offsets only
     template = ["$A"]
     used = []
     for key, place, default in (("bos", 0, add_bos), ("eos", 1, False)):
@@ -115,5 +165,5 @@ def _post_processor(metadata: Mapping[str, Any], tokens: list[str], *, add_bos: 
             template.insert(0 if place == 0 else len(template), tokens[index])
             used.append((tokens[index], index))
     if not used:
-        return byte_level
+        return nothing
     return processors.TemplateProcessing(single=template, special_tokens=used)

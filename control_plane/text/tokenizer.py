@@ -7,6 +7,8 @@ through ``AutoTokenizer``, because the class named there may change what ``token
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 
 import jinja2
 from tokenizers import Tokenizer as FastTokenizer
-from twinplane.control_plane.text.chat import ChatTemplate, Conversation, Segment
+from twinplane.control_plane.text.chat import ChatTemplate, Conversation, Segment, control_pattern
 from twinplane.control_plane.text.detokenizer import Detokenizer, TokenBytes, UnsupportedTokenizerError
 from twinplane.control_plane.text.gguf_tokenizer import build_tokenizer
 from twinplane.control_plane.types import InvalidRequestError
@@ -48,12 +50,16 @@ class Tokenizer:
         # since the switch is state of the tokenizer and encoding runs in several threads.
         self._literal = FastTokenizer.from_str(backend.to_str())
         self._literal.encode_special_tokens = True
+        self._inner = _without_first_prefix(self._literal)
         self.bytes = TokenBytes.of(backend)
         self.bos = variables.get("bos_token")
         self._bos_id = backend.token_to_id(self.bos) if self.bos else None
-        control = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-        self._template = _compile(chat_template, variables, control)
-        self._tool_template = _compile(tool_template, variables, control) or self._template
+        added = backend.get_added_tokens_decoder()
+        self._control = {token.content: (index, token) for index, token in added.items() if token.special}
+        pattern = control_pattern(self._control)
+        self._split_control = re.compile(f"({pattern.pattern})").split if pattern else lambda text: [text]
+        self._template = _compile(chat_template, variables, pattern)
+        self._tool_template = _compile(tool_template, variables, pattern) or self._template
         self._longest_piece = max(map(len, self.bytes.pieces), default=1)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
 
@@ -86,13 +92,36 @@ class Tokenizer:
                 "the model has no chat template: start the server with --chat-template FILE, or send `text` instead of `chat`",
                 field="chat",
             )
-        ids: list[int] = []
-        for segment in template.render(chat, protect=not parse_special_tokens):
-            ids += self._encode_segment(segment)
-        return ids
+        segments = template.render(chat, protect=not parse_special_tokens)
+        if any(segment.literal for segment in segments):
+            return self._encode_protected(segments)
+        return _encode(self._backend, "".join(segment.text for segment in segments), add_special_tokens=False)
 
-    def _encode_segment(self, segment: Segment) -> list[int]:
-        return _encode(self._literal if segment.literal else self._backend, segment.text, add_special_tokens=False)
+    def _encode_protected(self, segments: Sequence[Segment]) -> list[int]:
+        """Control tokens of the template become tokens, those in literal segments are part of the text around them.
+
+        A tokenizer works on the stretches between control tokens one by one; so does this, with stretches of our own cutting.
+        """
+        ids: list[int] = []
+        stretch, strip_next = "", False
+
+        def flush() -> None:
+            backend = self._inner if ids else self._literal
+            ids.extend(_encode(backend, stretch.lstrip() if strip_next else stretch, add_special_tokens=False))
+
+        for segment in segments:
+            parts = [segment.text] if segment.literal else self._split_control(segment.text)
+            for index, part in enumerate(parts):
+                if index % 2 == 0:
+                    stretch += part
+                    continue
+                token_id, token = self._control[part]
+                stretch = stretch.rstrip() if token.lstrip else stretch
+                flush()
+                ids.append(token_id)
+                stretch, strip_next = "", token.rstrip
+        flush()
+        return ids
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """``work()``, in a thread if the input has more than INLINE_CHARACTERS, so that the event loop goes on."""
@@ -166,13 +195,31 @@ def _from_hugging_face(source: str | Path) -> dict[str, Any]:
     return {"backend": backend, "variables": variables, "chat_template": named.get("default"), "tool_template": named.get("tool_use")}
 
 
-def _compile(source: str | None, variables: Mapping[str, str], control: Sequence[str]) -> ChatTemplate | None:
+def _compile(source: str | None, variables: Mapping[str, str], control: re.Pattern[str] | None) -> ChatTemplate | None:
     if not source:
         return None
     try:
         return ChatTemplate(source, variables, control)
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+
+
+def _without_first_prefix(tokenizer: FastTokenizer) -> FastTokenizer:
+    """``tokenizer`` for what stands inside a text: without the space SentencePiece tokenizers put before the first word only.
+
+    (Those that put one after every control token do so here too.)
+    """
+    settings = json.loads(tokenizer.to_str())
+    step = settings["pre_tokenizer"] or {}
+    changed = False
+    for part in step.get("pretokenizers", [step]):
+        if part.get("type") == "Metaspace" and part["prepend_scheme"] == "first":
+            part["prepend_scheme"], changed = "never", True
+    if not changed:
+        return tokenizer
+    inner = FastTokenizer.from_str(json.dumps(settings))
+    inner.encode_special_tokens = True
+    return inner
 
 
 def _encode(backend: FastTokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -40,6 +40,28 @@ def tiny_metadata(**changes: object) -> dict[str, object]:
     return metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
 
 
+def sentencepiece_metadata(**changes: object) -> dict[str, object]:
+    """GGUF metadata of a Llama-like SentencePiece tokenizer: bytes, a few letters, pieces with falling scores."""
+    control, byte, normal, user = 3, 6, 1, 4
+    entries: list[tuple[str, float, int]] = [("<unk>", 0, 2), *((token, 0, control) for token in SPECIAL)]
+    entries += [(f"<0x{value:02X}>", 0, byte) for value in range(256)]
+    merged = ["▁t", "he", "▁the", "▁▁", "▁▁▁▁", "ab", "ba", "aa", "aab", "aaaa", "bab", "▁a", "▁ab", "--", "-----"]
+    entries += [(piece, -float(rank), normal) for rank, piece in enumerate(merged, 1)]
+    entries += [(letter, -100.0 - rank, normal) for rank, letter in enumerate("▁theab-é\n")]
+    entries += [("<tool>", 0, user)]
+    tokens, scores, types = zip(*entries, strict=True)
+    metadata: dict[str, object] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": list(tokens),
+        "tokenizer.ggml.scores": list(scores),
+        "tokenizer.ggml.token_type": list(types),
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 3,
+    }
+    return metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+
+
 def tiny_tokenizer(chat_template: str | None = CHATML, **changes: object) -> Tokenizer:
     return Tokenizer(
         build_tokenizer(tiny_metadata(**changes)),

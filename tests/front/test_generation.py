@@ -106,7 +106,7 @@ async def test_every_sampling_field_reaches_the_engine(client: AsyncClient, engi
     await client.generate(
         "x", temperature=0.5, top_p=0.75, top_k=7, min_p=0.25, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5,
         seed=2**64 - 1, logit_bias={3: -2.0}, allowed_token_ids=[4, 5], max_tokens=9, min_tokens=2, stop_token_ids=[8],
-        ignore_eos=True, logprobs=True, cache_salt="tenant",
+        ignore_eos=True, logprobs=True, cache_salt="tenant", priority=-3,
     )  # fmt: skip
     request = engine.requests[0]
     sampling = request.sampling
@@ -114,7 +114,7 @@ async def test_every_sampling_field_reaches_the_engine(client: AsyncClient, engi
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.5, -0.5)
     assert (sampling.seed, sampling.logit_bias, sampling.allowed_token_ids) == (2**64 - 1, {3: -2.0}, (4, 5))
     assert (request.max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos) == (9, 2, (8,), True)
-    assert (request.logprobs, request.cache_salt, request.deadline) == (True, "tenant", None)
+    assert (request.logprobs, request.cache_salt, request.deadline, request.priority) == (True, "tenant", None, -3)
 
 
 async def test_the_model_can_be_named_by_alias_and_no_other_name(client: AsyncClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from front_support import CHATML, EOS, demo_model, serving, tiny_metadata, tiny_model, tiny_tokenizer
+from front_support import CHATML, EOS, demo_model, sentencepiece_metadata, serving, tiny_metadata, tiny_model, tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from twinplane.client import AsyncClient, Chat
 from twinplane.control_plane.text.chat import Conversation
-from twinplane.control_plane.text.detokenizer import UnsupportedTokenizerError
+from twinplane.control_plane.text.detokenizer import TokenBytes, UnsupportedTokenizerError
 from twinplane.control_plane.text.gguf_tokenizer import build_tokenizer
 from twinplane.control_plane.text.tokenizer import INLINE_CHARACTERS, Tokenizer, TokenizerError, load_tokenizer
 from twinplane.shared.gguf_file import read_gguf
@@ -152,6 +153,49 @@ def test_an_unknown_rule_is_refused_by_name_with_the_known_ones_and_the_remedy(p
         build_tokenizer(tiny_metadata(pre=pre))
     with pytest.raises(UnsupportedTokenizerError, match="'t5'"):
         build_tokenizer(tiny_metadata(model="t5"))
+
+
+# ----------------------------------------------------------------------------------------------- SentencePiece
+
+
+def by_definition(metadata: dict[str, Any], text: str) -> list[int]:
+    """SentencePiece BPE as its paper has it: merge the adjacent pair whose union scores highest, the leftmost of equals."""
+    tokens, scores, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    pieces = {token: (score, index) for index, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)) if kind == 1}
+    parts = list("▁" + text.replace(" ", "▁")) if text else []
+    while True:
+        unions = [(pieces[a + b][0], -at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in pieces]
+        if not unions:
+            break
+        at = -max(unions)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [i for part in parts for i in ([pieces[part][1]] if part in pieces else [tokens.index(f"<0x{b:02X}>") for b in part.encode()])]
+
+
+@given(st.text(st.sampled_from("theab-  é\n世👋1"), max_size=40))
+def test_sentencepiece_ids_equal_the_definition_and_decode_to_the_text(text: str) -> None:
+    if "sp" not in _PAIRS:
+        _PAIRS["sp"] = build_tokenizer(sentencepiece_metadata()), sentencepiece_metadata()
+    ours, metadata = _PAIRS["sp"]
+    ids = ours.encode(text, add_special_tokens=False).ids
+    assert ids == by_definition(metadata, text)
+    assert ours.decode(ids) == TokenBytes.of(ours).decode(ids) == text
+
+
+def test_sentencepiece_adds_bos_unless_the_file_says_no_and_parses_control_and_user_tokens() -> None:
+    ids = lambda text, **changes: build_tokenizer(sentencepiece_metadata(**changes)).encode(text).ids  # noqa: E731
+    assert ids("the")[0] == 2
+    assert ids("the", add_bos_token=False)[0] != 2
+    tool = sentencepiece_metadata()["tokenizer.ggml.tokens"].index("<tool>")  # type: ignore[attr-defined]
+    assert ids("a<|im_end|><tool>", add_bos_token=False)[-2:] == [3, tool]
+    spaces = [build_tokenizer(sentencepiece_metadata(add_space_prefix=on, add_bos_token=False)).encode("a").tokens for on in (True, False)]
+    assert spaces == [["▁a"], ["a"]]
+
+
+@pytest.mark.parametrize("key", ["precompiled_charsmap", "remove_extra_whitespaces"])
+def test_a_normalization_that_is_not_done_is_refused(key: str) -> None:
+    with pytest.raises(UnsupportedTokenizerError, match=key):
+        build_tokenizer(sentencepiece_metadata(**{key: True}))
 
 
 # --------------------------------------------------------------------------------------------------- BOS and EOS
