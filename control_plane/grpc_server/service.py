@@ -23,6 +23,7 @@ from twinplane.v1 import generation_pb2_grpc
 log = get_logger(__name__)
 
 MAX_CANCELLED_IDS = 1024
+_FOREVER_S = 365 * 86400.0
 _UNFINISHED = "disconnected"  # the outcome of a request that gets to no end of its own
 
 
@@ -215,6 +216,7 @@ def _add_tokens(target: Any, piece: Piece) -> None:
 
 
 def _deadline(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """The client's gRPC deadline on our monotonic clock."""
+    """The client's gRPC deadline on our monotonic clock. Beyond a year: none (the wire allows
+    11,000 years, which 64 bits of nanoseconds do not hold)."""
     remaining = context.time_remaining()
-    return None if remaining is None else time.monotonic() + remaining
+    return None if remaining is None or remaining > _FOREVER_S else time.monotonic() + remaining
