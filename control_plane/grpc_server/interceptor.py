@@ -20,7 +20,7 @@ import structlog
 from twinplane.control_plane.grpc_server.status import REQUEST_ID, status_of
 from twinplane.control_plane.types import EngineError, InvalidRequestError
 from twinplane.control_plane.validation import check_request_id
-from twinplane.shared.log import get_logger
+from twinplane.shared.log import Limiter, get_logger
 
 log = get_logger(__name__)
 
@@ -55,6 +55,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._idle = asyncio.Event()
         self._idle.set()
         self._end_error: EngineError | None = None
+        self._refusals = Limiter()  # a server that refuses thousands must not drown in saying so
 
     async def finish(self, grace: float, error: EngineError) -> int:
         """Wait until no call is open, at most ``grace`` seconds; then end the rest with ``error``. Returns their number."""
@@ -126,7 +127,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise InvalidRequestError(f"the request of {method} is not valid protobuf, or one of its strings is not UTF-8")
             yield
         except EngineError as error:
-            log.info("call_failed", code=error.code, reason=error.reason, field=error.field)
+            self._refusals.log(log.info, "call_failed", key=(method, error.reason), reason=error.reason, field=error.field)
             await context.abort_with_status(status_of(error, current_request_id()))
         except asyncio.CancelledError:
             if self._end_error is None:
