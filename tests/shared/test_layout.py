@@ -57,7 +57,7 @@ def test_regions_are_aligned_and_do_not_overlap(capacities: wire.Capacities) -> 
 
 def _bytes_of(region: schema.Region, capacities: wire.Capacities) -> int:
     count = int(region.count) if region.count.isdigit() else getattr(capacities, region.count)
-    slots = {"StepSlot": wire.StepSlotLayout, "ResultSlot": wire.ResultSlotLayout}
+    slots: dict[str, Any] = {"StepSlot": wire.StepSlotLayout, "ResultSlot": wire.ResultSlotLayout}
     if region.type in slots:
         return int(count * slots[region.type](capacities).bytes)
     dtype = np.dtype({"u32": "<u4", "i32": "<i4"}.get(region.type) or getattr(wire, generate.snake(region.type).upper()))
