@@ -53,7 +53,7 @@ fingerprint() {
   {
     echo "$torch_requirement $demo_model_requirement"
     find pyproject.toml CMakeLists.txt shared control_plane kernels -type f \
-      \( -name pyproject.toml -o -name CMakeLists.txt -o -name '*.cpp' -o -name '*.hpp' \) -print0 |
+      \( -name pyproject.toml -o -name CMakeLists.txt -o -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' \) -print0 |
       LC_ALL=C sort -z | xargs -0 cat
   } | sha256sum | cut -d' ' -f1
 }

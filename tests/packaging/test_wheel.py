@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: dict[str, str] = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
 NATIVE = {"twinplane/shared/_shm", "twinplane/control_plane/_core", "twinplane/kernels/_cpu"}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # compiles all native modules
 SHIPPED = {".py", ".pyi", ".typed", ".proto"}
 
 
@@ -40,7 +41,6 @@ def names_in(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if not name.endswith("/")}
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_all_modules_and_nothing_else(wheel):
     expected = {
         f"{package}/{path.relative_to(ROOT / folder)}"
@@ -54,7 +54,6 @@ def test_the_wheel_holds_all_modules_and_nothing_else(wheel):
     assert found - native == expected
 
 
-@pytest.mark.slow
 def test_the_wheel_needs_torch_for_the_data_plane_only(wheel):
     with zipfile.ZipFile(wheel) as archive:
         metadata = email.message_from_bytes(archive.read(next(n for n in archive.namelist() if n.endswith("dist-info/METADATA"))))
@@ -62,7 +61,6 @@ def test_the_wheel_needs_torch_for_the_data_plane_only(wheel):
     assert torch and all("extra == 'data-plane'" in requirement.replace('"', "'") for requirement in torch)
 
 
-@pytest.mark.slow
 def test_the_installed_wheel_runs_without_the_sources(wheel, tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, wheel]
     subprocess.run(command, check=True)
