@@ -1,4 +1,4 @@
-"""The CPU device: hidden states in float32, weights stored as float32 or bfloat16, KV as float32 or bfloat16."""
+"""The CPU device: hidden states in float32; weights as float32, bfloat16 or GGUF blocks; KV as float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from twinplane.data_plane.config import DataPlaneError
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.host import HostMemory, cpus_granted, host_memory
 from twinplane.data_plane.kv_cache import KV_DTYPES, KVCache, KVSpec
-from twinplane.data_plane.models.base import BuildContext, Model
+from twinplane.data_plane.models.base import BuildContext, Model, WeightFormat
 from twinplane.kernels import reference, registry
+from twinplane.shared.model_files import ModelCard
 
 _NO_HALF = "float16 is not computed on CPUs: use float32 (exact for float16 weights), or bfloat16 (half the memory, coarser values)"
 
@@ -41,22 +42,31 @@ class CpuDevice(Device):
     def memory(self) -> HostMemory:
         return host_memory()
 
-    def choose_dtype(self, requested: str, stored: str | None, *, native: bool) -> tuple[torch.dtype, str]:
+    def choose_format(self, requested: str, card: ModelCard, *, native: bool) -> WeightFormat:
+        if requested == "auto":
+            return self._stored_format(card, native=native)
         if requested == "float32":
-            return torch.float32, "as asked"
+            return WeightFormat(torch.float32, False, "as asked")
         if requested == "float16":
             raise DataPlaneError(f"dtype float16 was asked for: {_NO_HALF}")
-        if requested == "bfloat16":
-            if native:
-                return torch.bfloat16, "as asked: storage only, arithmetic is float32"
-            if torch.cpu._is_avx512_bf16_supported():
-                return torch.bfloat16, "as asked; this processor computes bfloat16 (AVX512-BF16 or AMX)"
-            return torch.bfloat16, "as asked, but this processor lacks AVX512-BF16 and AMX: expect several times float32's time per token"
-        if requested != "auto":
+        if requested != "bfloat16":
             raise DataPlaneError(f"dtype {requested!r} is unknown: use auto, float32 or bfloat16")
-        if stored == "bfloat16" and native and self._native:
-            return torch.bfloat16, "auto: the files hold bfloat16, which is kept as it is; arithmetic is float32"
-        return torch.float32, f"auto: the files hold {stored or 'an unnamed dtype'}, and this device computes in float32"
+        if native:
+            reason = "as asked: storage only, arithmetic is float32"
+        elif torch.cpu._is_avx512_bf16_supported():
+            reason = "as asked; this processor computes bfloat16 (AVX512-BF16 or AMX)"
+        else:
+            reason = "as asked, but this processor lacks AVX512-BF16 and AMX: expect several times float32's time per token"
+        return WeightFormat(torch.bfloat16, False, reason)
+
+    def _stored_format(self, card: ModelCard, *, native: bool) -> WeightFormat:
+        """What the files hold, kept exactly, as narrow as the kernels can read it."""
+        if native and self._native and card.format == "gguf":
+            return WeightFormat(torch.float32, True, "auto: 4- and 8-bit blocks stay as the file has them, exactly; arithmetic is float32")
+        if native and self._native and card.dtype == "bfloat16":
+            return WeightFormat(torch.bfloat16, False, "auto: the files hold bfloat16, which is kept as it is; arithmetic is float32")
+        reason = f"auto: the files hold {card.dtype or 'an unnamed dtype'}, and this device computes in float32"
+        return WeightFormat(torch.float32, False, reason)
 
     def choose_kv_dtype(self, requested: str) -> torch.dtype:
         if requested == "auto":

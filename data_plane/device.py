@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.host import HostMemory
 from twinplane.data_plane.kv_cache import KVSpec
-from twinplane.data_plane.models.base import BuildContext, Model
+from twinplane.data_plane.models.base import BuildContext, Model, WeightFormat
 from twinplane.kernels.registry import Ops
+from twinplane.shared.model_files import ModelCard
 
 
 class Device(ABC):
@@ -30,8 +31,8 @@ class Device(ABC):
         """The memory that weights and KV cache come from."""
 
     @abstractmethod
-    def choose_dtype(self, requested: str, stored: str | None, *, native: bool) -> tuple[torch.dtype, str]:
-        """Storage of the weights, and the reason for people. `stored`: dtype of the files; `native`: model of our own.
+    def choose_format(self, requested: str, card: ModelCard, *, native: bool) -> WeightFormat:
+        """How to hold the weights. `requested`: the option ``dtype``; `native`: the model computes with our kernels.
 
         Raises DataPlaneError, naming the alternatives, for a dtype this device can not serve.
         """

@@ -25,7 +25,7 @@ from twinplane.data_plane.device import Device
 from twinplane.data_plane.kv_cache import KVSpec, choose_block_size
 from twinplane.data_plane.loader import WeightSource, open_weights
 from twinplane.data_plane.memory import MemoryPlan, Needs, make_plan
-from twinplane.data_plane.models.base import BuildContext, Model, ModelShape
+from twinplane.data_plane.models.base import BuildContext, Model, ModelShape, WeightFormat
 from twinplane.data_plane.models.registry import model_class, text_config
 from twinplane.data_plane.worker import StepFailedError, Worker
 from twinplane.shared import messages, supervision, wire
@@ -64,7 +64,7 @@ class _Model:
     config: Any
     cls: type[Model]
     shape: ModelShape
-    dtype: torch.dtype
+    format: WeightFormat
     fingerprint: str
 
 
@@ -91,12 +91,11 @@ class DataPlane:
         cls = model_class(card)
         config = text_config(card)
         shape = cls.shape(config)
-        dtype, reason = self._device.choose_dtype(self._config.dtype, card.dtype, native=cls.computes_with_kernels)
-        log.info(
-            "model", path=str(card.path), architecture=card.architecture, implementation=cls.__name__, dtype=_name(dtype), reason=reason
-        )
+        chosen = self._device.choose_format(self._config.dtype, card, native=cls.computes_with_kernels)
+        log.info("model", path=str(card.path), architecture=card.architecture, implementation=cls.__name__)
+        log.info("dtype", weights=chosen.name, reason=chosen.reason)
         log.info("end_of_sequence", token_ids=card.eos_token_ids)
-        return _Model(card, config, cls, shape, dtype, fingerprint(card))
+        return _Model(card, config, cls, shape, chosen, fingerprint(card))
 
     def _make_plan(self, source: WeightSource) -> MemoryPlan:
         model, config = self._model, self._config
@@ -106,7 +105,7 @@ class DataPlane:
         activations = config.max_num_batched_tokens * model.shape.activation_elements_per_token
         logits = 3 * config.max_num_seqs * model.shape.vocab_size  # the head's output, and a row's working copies
         needs = Needs(
-            weights=model.shape.weight_elements * model.dtype.itemsize,
+            weights=source.total_bytes if model.format.keep_blocks else model.shape.weight_elements * model.format.dtype.itemsize,
             workspace=4 * (activations + logits),
             max_model_len=max_model_len,
             max_model_len_given=config.max_model_len is not None,
@@ -201,7 +200,7 @@ class DataPlane:
                 lifeline.send(messages.Fatal(error=_sentence(error), detail=traceback.format_exc()))
                 raise
             self._loaded = True
-        summary = f"{self._model.card.architecture}, {_name(self._model.dtype)}, {self._plan.kv_tokens} KV tokens"
+        summary = f"{self._model.card.architecture}, {self._model.format.name}, {self._plan.kv_tokens} KV tokens"
         lifeline.send(messages.Ready(phases=phases, summary=summary))
         supervision.notify_ready()
         log.info("ready", phases=phases, summary=summary)
@@ -218,7 +217,7 @@ class DataPlane:
             block_size=plan.spec.block_size,
             num_blocks=plan.num_blocks,
             kv_dtype=_name(plan.spec.dtype),
-            dtype=_name(self._model.dtype),
+            dtype=self._model.format.name,
             kv_bytes_per_block=plan.spec.bytes_per_block,
             max_model_len=plan.max_model_len,
             vocab_size=self._model.shape.vocab_size,
@@ -256,7 +255,7 @@ class DataPlane:
         source = self._source
         assert source is not None
         source.on_progress = report
-        context = BuildContext(model.card.path, model.config, source, self._device.ops, model.dtype, self._plan.max_model_len)
+        context = BuildContext(model.card.path, model.config, source, self._device.ops, model.format, self._plan.max_model_len)
         built = self._device.load(model.cls, context)
         for topic, warning in built.warnings().items():
             log.warning("weights", topic=topic, warning=warning)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 # What a device implementation may replace.
 KV_GROUP = ("allocate_kv", "write_kv", "rope_write_kv", "paged_attention", "copy_blocks")
-LINEAR_GROUP = ("pack_linear", "linear", "linear_silu_mul")  # a packed weight is understood only by its packer
+LINEAR_GROUP = ("pack_linear", "pack_gguf", "linear", "linear_silu_mul", "gather")  # a packed weight is understood only by its packer
+GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1")  # block types `pack_gguf` takes
 OPERATIONS = ("rms_norm", "add_rms_norm", "rope_cos_sin", "rope", "silu_mul", "gelu_mul", *LINEAR_GROUP, *KV_GROUP)
 
 
@@ -99,6 +100,23 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     The result is opaque to the model. An implementation that copies lets the caller drop the originals.
     """
     return PackedLinear(weight, bias)
+
+
+def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear:
+    """As `pack_linear`, from a weight in GGUF's own blocks: uint8 [N, K / 32 * block bytes], kind of `GGUF_KINDS`.
+
+    Stands for exactly the values ``gguf.dequantize`` gives.
+    """
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return PackedLinear(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind])), bias)
+
+
+def gather(packed: PackedLinear, ids: Tensor) -> Tensor:
+    """Rows of a packed weight [N, K], widened: the embedding of token ids. ids [T] int64 -> [T, K]."""
+    rows = packed.weight[ids]
+    return rows.to(_accumulation_dtype(rows.dtype))
 
 
 def linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""GGUF files: tensors under their Hugging Face names, dequantized to float32.
+"""GGUF files: tensors under their Hugging Face names, dequantized to float32 or in the file's own blocks.
 
 Two conventions differ from Hugging Face's and are undone here: names, and for the `llama` architecture the order of the rows
 of the q and k projections. There llama.cpp rotates pairs (2i, 2i+1) where Hugging Face rotates (i, i + D/2), and its converter
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 from twinplane.data_plane.loader.source import Progress, WeightError, WeightSource
+from twinplane.kernels.reference import GGUF_KINDS
 from twinplane.shared.gguf_file import GGUFError, TensorInfo, read_gguf
 from twinplane.shared.model_files import ModelCard
 
@@ -70,14 +72,31 @@ class GGUFSource(WeightSource):
     def _where(self, name: str) -> str:
         return str(self._path)
 
+    def block_kind(self, name: str) -> str | None:
+        kind = self._tensors[name].type_name if name in self._tensors else None
+        return kind if kind in GGUF_KINDS else None
+
+    def take_blocks(self, name: str, shape: tuple[int, int]) -> Tensor:
+        self._check(name, shape)
+        if self.block_kind(name) is None:
+            return super().take_blocks(name, shape)
+        self._count(name)
+        return self._in_order(name, torch.from_numpy(self._raw(self._tensors[name]).reshape(shape[0], -1)))
+
     def _read(self, name: str) -> Tensor:
         info = self._tensors[name]
-        tensor = torch.from_numpy(self._dequantized(info)).view(info.shape)
-        heads = self._permuted_heads.get(name.rsplit(".", 2)[-2])
-        return tensor if heads is None else unpermute(tensor, heads)
+        return self._in_order(name, torch.from_numpy(self._dequantized(info)).view(info.shape))
 
-    def _dequantized(self, info: TensorInfo) -> np.ndarray:
-        raw = np.array(self._data[info.offset : info.offset + info.num_bytes])
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Rows in Hugging Face's order. A row's blocks hold that row alone, so they move as one."""
+        heads = self._permuted_heads.get(name.rsplit(".", 2)[-2])
+        return rows if heads is None else unpermute(rows, heads)
+
+    def _raw(self, info: TensorInfo) -> NDArray[np.uint8]:
+        return np.array(self._data[info.offset : info.offset + info.num_bytes])
+
+    def _dequantized(self, info: TensorInfo) -> NDArray[np.float32]:
+        raw = self._raw(info)
         if info.type_name == "F32":
             return raw.view(np.float32)
         if info.type_name == "F16":

@@ -52,20 +52,34 @@ class WeightSource(ABC):
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor, checked against the shape the config implies, converted to `dtype`; always a copy of the file.
 
-        Raises WeightError if it is absent or of another shape.
+        Raises WeightError if it is absent, of another shape, or not of a floating-point type.
         """
+        self._check(name, shape)
+        tensor = self._read(name)
+        if not tensor.is_floating_point():
+            raise WeightError(f"{self._where(name)}: tensor {name} is {tensor.dtype}, expected a floating-point type")
+        self._count(name)
+        return tensor.to(dtype, copy=True)
+
+    def block_kind(self, name: str) -> str | None:
+        """The quantized type a tensor is stored in, e.g. "Q4_1", if `take_blocks` can give it; None for plain numbers."""
+        return None
+
+    def take_blocks(self, name: str, shape: tuple[int, int]) -> Tensor:
+        """A quantized matrix [N, K] as it is stored: uint8 [N, bytes of a row]. Raises as `take`."""
+        raise WeightError(f"{self._where(name)}: tensor {name} is not quantized")
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if not self.has(name):
             raise WeightError(f"{self._where(name)}: tensor {name} {list(shape)}, which the config calls for, is missing")
         if self.shape(name) != shape:
             raise WeightError(f"{self._where(name)}: tensor {name} is {list(self.shape(name))}, the config calls for {list(shape)}")
-        tensor = self._read(name)
-        if not tensor.is_floating_point():
-            raise WeightError(f"{self._where(name)}: tensor {name} is {tensor.dtype}, expected a floating-point type")
+
+    def _count(self, name: str) -> None:
         self._taken.add(name)
         self.bytes_done += self._stored_bytes(name)
         if self.on_progress is not None:
             self.on_progress(self.bytes_done, self.total_bytes)
-        return tensor.to(dtype, copy=True)
 
     def report_all_read(self) -> None:
         """For a model that reads the files by other means: everything is taken, progress is complete."""

@@ -37,6 +37,21 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How weights are held in memory."""
+
+    dtype: torch.dtype
+    keep_blocks: bool  # matrices the file holds in 4- or 8-bit blocks (kernels.reference.GGUF_KINDS) stay in them
+    reason: str  # for people
+
+    @property
+    def name(self) -> str:
+        """For messages and `hello`."""
+        plain = str(self.dtype).removeprefix("torch.")
+        return f"gguf+{plain}" if self.keep_blocks else plain
+
+
+@dataclass(frozen=True, slots=True)
 class BuildContext:
     """What a model is built with."""
 
@@ -44,7 +59,7 @@ class BuildContext:
     config: Any  # transformers PretrainedConfig of the text model
     source: WeightSource
     ops: Ops
-    dtype: torch.dtype  # storage of the weights
+    format: WeightFormat
     max_model_len: int
 
 

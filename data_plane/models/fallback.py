@@ -120,7 +120,7 @@ class FallbackModel(Model):
         """transformers loads the weights itself: it knows every family's renamings. The files were checked by `source`."""
         model, info = AutoModelForCausalLM.from_pretrained(
             context.path,
-            dtype=context.dtype,
+            dtype=context.format.dtype,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
             local_files_only=True,

@@ -101,7 +101,7 @@ class LlamaModel(Model):
         self._ops = ops
         self._scale = spec.head_dim**-0.5
         self._warnings: dict[str, str] = {}
-        self._embedding: Tensor
+        self._embedding: Any  # packed linear; the head as well if tied
         self._layers: list[_Layer] = []
         self._norm: Tensor
         self._head: Any
@@ -112,7 +112,7 @@ class LlamaModel(Model):
         """The residual stream is `residual`; `x` is the part not yet added to it."""
         ops, eps = self._ops, self.spec.eps
         cos, sin = self._rotary(batch.positions)
-        residual = self._embedding[batch.token_ids].float()
+        residual = ops.gather(self._embedding, batch.token_ids)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
             attention = self._attention(layer, x, batch, cos, sin, cache.k[i], cache.v[i])
@@ -158,8 +158,7 @@ class LlamaModel(Model):
             vocab_size=spec.vocab_size,
             max_positions=None,
             layers=(LayerKV(spec.num_kv_heads, spec.head_dim, spec.head_dim),) * layers,
-            # The head counts even when tied: kernels repack it, the embedding stays as a table.
-            weight_elements=layers * per_layer + 2 * spec.vocab_size * spec.hidden_size,
+            weight_elements=layers * per_layer + (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size,
             activation_elements_per_token=4 * spec.hidden_size + 2 * spec.qkv_features + 3 * spec.intermediate_size,
         )
 
@@ -168,10 +167,9 @@ class LlamaModel(Model):
         spec = LlamaSpec.from_config(context.config)
         model = cls(spec, Rotary.from_config(context.config, context.max_model_len, context.source), context.ops)
         load = _Loader(context, spec)
-        model._embedding = load.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+        model._embedding, model._head = load.embedding_and_head(model._warnings)
         model._layers = [load.layer(i, window) for i, window in enumerate(spec.windows)]
         model._norm = load.vector("model.norm.weight", spec.hidden_size)
-        model._head = context.ops.pack_linear(load.head(model._embedding, model._warnings))
         return model
 
     def warnings(self) -> dict[str, str]:
@@ -182,10 +180,10 @@ class _Loader:
     """Names and shapes of the family's tensors, fused and packed."""
 
     def __init__(self, context: BuildContext, spec: LlamaSpec) -> None:
-        self._source, self._dtype, self._ops, self._spec = context.source, context.dtype, context.ops, spec
+        self._source, self._format, self._ops, self._spec = context.source, context.format, context.ops, spec
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._source.take(name, shape, self._dtype)
+        return self._source.take(name, shape, self._format.dtype)
 
     def vector(self, name: str, size: int) -> Tensor:
         """Norm weights and biases stay float32: they are small, and the kernels want them so."""
@@ -193,10 +191,19 @@ class _Loader:
 
     def fused(self, prefix: str, parts: dict[str, int], in_features: int, bias: bool) -> Any:
         """One packed linear of the rows of several; `parts` maps a projection's name to its number of rows."""
-        weights = [self.tensor(f"{prefix}.{part}.weight", (rows, in_features)) for part, rows in parts.items()]
         biases = [self.vector(f"{prefix}.{part}.bias", rows) for part, rows in parts.items()] if bias else None
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return self._ops.pack_linear(weight, torch.cat(biases) if biases else None)
+        return self.packed({f"{prefix}.{part}.weight": rows for part, rows in parts.items()}, in_features, biases)
+
+    def packed(self, tensors: dict[str, int], in_features: int, biases: list[Tensor] | None = None) -> Any:
+        """One packed linear of the rows of all `tensors` (name to number of rows), in the file's blocks if it has them."""
+        bias = torch.cat(biases) if biases else None
+        kinds = {self._source.block_kind(name) for name in tensors}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if kind is not None and self._format.keep_blocks:
+            blocks = [self._source.take_blocks(name, (rows, in_features)) for name, rows in tensors.items()]
+            return self._ops.pack_gguf(torch.cat(blocks), kind, bias)
+        weights = [self.tensor(name, (rows, in_features)) for name, rows in tensors.items()]
+        return self._ops.pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
 
     def layer(self, index: int, window: int) -> _Layer:
         spec, at = self._spec, f"model.layers.{index}"
@@ -214,19 +221,22 @@ class _Loader:
             window=window,
         )
 
-    def head(self, embedding: Tensor, warnings: dict[str, str]) -> Tensor:
-        """The output head [vocab, hidden]. A head in the file wins over the config's flag; without either, refuse."""
-        name, spec = "lm_head.weight", self._spec
-        if not self._source.has(name):
-            if spec.tied:
-                return embedding
-            raise WeightError(
-                f"the config says tie_word_embeddings: false but the files hold no {name}: "
-                "if the head is meant to be the embedding, set tie_word_embeddings to true in config.json"
-            )
-        head = self.tensor(name, (spec.vocab_size, spec.hidden_size))
-        if spec.tied and torch.equal(head, embedding):
-            return embedding
+    def embedding_and_head(self, warnings: dict[str, str]) -> tuple[Any, Any]:
+        """Both packed, the same object if tied. A head in the file wins over the config's flag; without either, refuse."""
+        spec, source = self._spec, self._source
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        shape = (spec.vocab_size, spec.hidden_size)
+        if not source.has(head):
+            if not spec.tied:
+                raise WeightError(
+                    f"the config says tie_word_embeddings: false but the files hold no {head}: "
+                    "if the head is meant to be the embedding, set tie_word_embeddings to true in config.json"
+                )
+            packed = self.packed({embedding: spec.vocab_size}, spec.hidden_size)
+            return packed, packed
+        if spec.tied and torch.equal(self.tensor(head, shape), self.tensor(embedding, shape)):
+            packed = self.packed({embedding: spec.vocab_size}, spec.hidden_size)
+            return packed, packed
         if spec.tied:
-            warnings["head"] = f"tie_word_embeddings is true but {name} differs from the embedding: the head of the file is used"
-        return head
+            warnings["head"] = f"tie_word_embeddings is true but {head} differs from the embedding: the head of the file is used"
+        return self.packed({embedding: spec.vocab_size}, spec.hidden_size), self.packed({head: spec.vocab_size}, spec.hidden_size)

@@ -20,6 +20,7 @@ __all__ = [
     "allocate_kv",
     "argmax",
     "copy_blocks",
+    "gather",
     "gelu_mul",
     "layer_norm",
     "linear",
@@ -124,6 +125,13 @@ def linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> T
     out = torch.empty(x.shape[0], packed.out_features)
     packed(_float(x), out, None if residual is None else _float(residual))
     return out.to(x.dtype)
+
+
+def gather(packed: PackedLinear, ids: Tensor) -> Tensor:
+    """See reference.gather."""
+    out = torch.empty(ids.shape[0], packed.in_features)
+    packed.gather(ids, out)
+    return out
 
 
 def linear_silu_mul(x: Tensor, packed: PackedLinear) -> Tensor:

@@ -33,9 +33,9 @@ def reference(demo_gguf):
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def served(demo_gguf):
-    return Served(demo_gguf, num_blocks=128, max_model_len=1024)
+@pytest.fixture(scope="module", params=["float32", "auto"])  # dequantized, and in the file's own blocks
+def served(demo_gguf, request):
+    return Served(demo_gguf, num_blocks=128, max_model_len=1024, dtype=request.param)
 
 
 def test_every_tensor_of_the_file_is_used(served):

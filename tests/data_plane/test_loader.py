@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -320,22 +321,29 @@ def test_gguf_and_safetensors_of_one_model_answer_alike(tmp_path):
 def test_E13_auto_never_narrows_what_the_files_hold(stored, tmp_path):
     model = tiny_models.make(NATIVE["llama"]()).to(stored)
     tiny_models.save(model, tmp_path)
-    dtype, reason = CpuDevice(threads=1).choose_dtype("auto", read_model_card(tmp_path).dtype, native=True)
-    assert dtype in (torch.float32, stored)
-    assert dtype != torch.float16 and reason.startswith("auto: ")
-    assert served_tokens(tmp_path, dtype=dtype) == reference_tokens(model.float(), prompts((9, 21)), 8)
+    chosen = Served(tmp_path, dtype="auto").format
+    assert chosen.dtype in (torch.float32, stored)
+    assert chosen.dtype != torch.float16 and chosen.reason.startswith("auto: ")
+    assert served_tokens(tmp_path, dtype="auto") == reference_tokens(model.float(), prompts((9, 21)), 8)
 
 
-def test_E13_float16_is_refused_with_the_alternatives():
+def test_E13_float16_is_refused_with_the_alternatives(single):
     with pytest.raises(DataPlaneError, match=r"float16 is not computed on CPUs: use float32 .* or bfloat16"):
-        CpuDevice(threads=1).choose_dtype("float16", "float16", native=True)
+        Served(single, dtype="float16")
 
 
-def test_E13_an_explicit_dtype_is_honoured_and_bfloat16_is_said_to_be_storage():
-    device = CpuDevice(threads=1)
-    assert device.choose_dtype("float32", "bfloat16", native=True)[0] == torch.float32
-    dtype, reason = device.choose_dtype("bfloat16", "float32", native=True)
-    assert dtype == torch.bfloat16 and "storage only, arithmetic is float32" in reason
+def test_E13_an_explicit_dtype_is_honoured_and_bfloat16_is_said_to_be_storage(single):
+    card, device = read_model_card(single), CpuDevice(threads=1)
+    assert device.choose_format("float32", replace(card, dtype="bfloat16"), native=True).dtype == torch.float32
+    chosen = device.choose_format("bfloat16", card, native=True)
+    assert chosen.dtype == torch.bfloat16 and "storage only, arithmetic is float32" in chosen.reason
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kernels", [None, "reference"])
+def test_E13_blocks_kept_as_they_are_answer_as_their_dequantized_values(kind, kernels, tmp_path):
+    path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType[kind])
+    assert served_tokens(path, dtype="auto", kernels=kernels) == served_tokens(path, dtype="float32", kernels="reference")
 
 
 def test_E13_float16_weights_with_large_activations_stay_finite(tmp_path):
@@ -345,8 +353,7 @@ def test_E13_float16_weights_with_large_activations_stay_finite(tmp_path):
         layer.mlp.up_proj.weight.data *= 300
         layer.mlp.gate_proj.weight.data *= 300
     tiny_models.save(model.half(), tmp_path)
-    dtype, _ = CpuDevice(threads=1).choose_dtype("auto", "float16", native=True)
-    served = Served(tmp_path, dtype=dtype)
+    served = Served(tmp_path, dtype="auto")
     worker, rings = served.session()
     request = Request(prompts((20,))[0], 8)
     Planner(worker, rings, block_size=16, num_blocks=64).serve([request])
@@ -356,7 +363,7 @@ def test_E13_float16_weights_with_large_activations_stay_finite(tmp_path):
 def test_E13_bfloat16_storage_answers_as_the_rounded_weights_do(tmp_path):
     model = tiny_models.make(NATIVE["llama"]())
     tiny_models.save(model, tmp_path)
-    assert served_tokens(tmp_path, dtype=torch.bfloat16) == reference_tokens(_rounded(model), prompts((9, 21)), 8)
+    assert served_tokens(tmp_path, dtype="bfloat16") == reference_tokens(_rounded(model), prompts((9, 21)), 8)
 
 
 def _rounded(model):

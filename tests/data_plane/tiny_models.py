@@ -125,7 +125,7 @@ class Served:
         *,
         num_blocks: int = 64,
         max_model_len: int = 256,
-        dtype: torch.dtype = torch.float32,
+        dtype: str = "float32",
         kv_dtype: torch.dtype = torch.float32,
         block_size: int | None = None,
         kernels: str | None = None,
@@ -136,7 +136,8 @@ class Served:
         self.shape = cls.shape(config)
         self.device = CpuDevice(threads=1, kernels=kernels)  # on a busy machine a second thread costs more than it gives
         self.source = open_weights(card)
-        context = BuildContext(card.path, config, self.source, self.device.ops, dtype, max_model_len)
+        self.format = self.device.choose_format(dtype, card, native=cls.computes_with_kernels)
+        context = BuildContext(card.path, config, self.source, self.device.ops, self.format, max_model_len)
         self.model: Model = self.device.load(cls, context)
         self.block_size = block_size or choose_block_size(self.shape.layers[0].head_dim, kv_dtype)
         self.num_blocks = num_blocks
