@@ -1,52 +1,46 @@
-"""What the right tokens are: transformers' own ``generate`` in fp32 on the same (dequantized) weights."""
+"""What the right tokens are: transformers in fp32 on the same (dequantized) weights.
+
+Tokens t0, t1, ... are greedy exactly if each one is the argmax after the prompt and the tokens before it. So one forward pass
+over prompt + answer checks a whole answer: by induction it is what ``generate`` would have said. The two are held
+against each other in ``test_oracle.py``.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
-import transformers
-
-CACHE = Path(__file__).parents[2] / "build" / "oracle"
+from transformers import LlamaForCausalLM
+from twinplane.benchmarks import reference_model
 
 
 class Oracle:
-    """Greedy continuations by transformers, computed once and remembered in ``build/oracle``.
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-    Args:
-        model: an ``LlamaForCausalLM`` (or other) in fp32.
-        key: names the weights, for the cache.
-    """
-
-    def __init__(self, model_factory: object, key: str) -> None:
-        self._factory = model_factory
-        self._model: torch.nn.Module | None = None
-        self._key = f"{key}|{torch.__version__}|{transformers.__version__}"
-
-    def greedy(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """``new_tokens`` greedy tokens for each prompt, EOS ignored."""
-        digest = hashlib.sha256(json.dumps([self._key, prompts, new_tokens]).encode()).hexdigest()[:24]
-        path = CACHE / f"greedy-{digest}.json"
-        if path.exists():
-            return json.loads(path.read_text())  # type: ignore[no-any-return]
-        answers = [self._generate(prompt, new_tokens) for prompt in prompts]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(answers))
-        return answers
+    @cached_property
+    def model(self) -> LlamaForCausalLM:
+        return reference_model.load(self._path)
 
     @torch.inference_mode()
-    def _generate(self, prompt: list[int], new_tokens: int) -> list[int]:
-        if self._model is None:
-            self._model = self._factory()  # type: ignore[operator]
-            self._model.generation_config.eos_token_id = None  # type: ignore[union-attr]  # go on past EOS
-        ids = torch.tensor([prompt])
-        out = self._model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
+    def mistakes(self, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:
+        """Where ``answer`` departs from greedy, in words; empty if it is right."""
+        ids = torch.tensor([[*prompt, *answer]])
+        logits = self.model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        best = logits.max(dim=-1)
+        given = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        return [
+            f"token {i} of the answer to a prompt of {len(prompt)}: {answer[i]} instead of {int(best.indices[i])}, "
+            f"whose logit is higher by {float(best.values[i] - given[i]):.3g}"
+            for i in range(len(answer))
+            if answer[i] != int(best.indices[i])
+        ]
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        """transformers' own greedy generation, going on past EOS."""
+        ids = torch.tensor([list(prompt)])
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
         return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 LENGTHS = (
@@ -41,9 +42,12 @@ LENGTHS = (
 NEW_TOKENS = 64
 
 
-def token_prompts(encode: object) -> list[list[int]]:
-    """Cut the licence text (stable, in every checkout) into prompts; ``encode`` maps text to token ids."""
-    text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
-    ids = encode(text)  # type: ignore[operator]
-    assert len(ids) > 2000, len(ids)
-    return [ids[37 * i : 37 * i + length] for i, length in enumerate(LENGTHS)]
+def text() -> str:
+    """The licence: in every checkout, and never edited."""
+    return (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+
+
+def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """One prompt of each length, from different places of the text's token ids."""
+    assert len(ids) > 37 * len(LENGTHS) + max(LENGTHS), len(ids)
+    return [tuple(ids[37 * i : 37 * i + length]) for i, length in enumerate(LENGTHS)]
