@@ -1,25 +1,25 @@
 """Native CPU kernels: packed linears, paged attention, norms, RoPE, KV writes. The GIL is released while they run.
 
-`kernels/cpu/ops.py` gives them the signatures of `kernels/reference.py`, which also defines what they compute; here every result goes into an
-array of the caller.
+`kernels/cpu/ops.py` gives them the signatures of `kernels/reference.py`, which also defines what they compute; here every result
+goes into an array of the caller.
 
 Arrays
-    CPU torch tensors (0.1 us each, through torch's DLPack C interface) or numpy arrays. bf16 is a torch bfloat16 tensor or a uint16
-    array of the same bits (numpy has no bfloat16). The last dimension is contiguous; "row stride free" is said where a leading
-    stride may be anything. Nothing is converted or copied behind the caller's back: a wrong dtype, shape or stride raises ValueError naming
-    the argument.
+    CPU torch tensors (0.1 us each, through torch's DLPack C interface) or numpy arrays. bf16 is a torch bfloat16 tensor or a
+    uint16 array of the same bits (numpy has no bfloat16). The last dimension is contiguous; "row stride free" is said where a
+    leading stride may be anything. Nothing is converted or copied behind the caller's back: a wrong dtype, shape or stride raises
+    ValueError naming the argument.
 
 Letters, as in reference.py
     T tokens of the step, S sequences, H query heads, G key/value heads, D head dim, Dv head dim of V, B block size, N blocks.
 
 KV cache of one layer
-    ``k_cache [N, G, B / 16, D, 16]`` (token innermost: 16 keys are one vector load) and ``v_cache [N, G, B, Dv]``, both float32 or both
-    bf16; B a multiple of 16; each block contiguous, block stride free.
+    ``k_cache [N, G, B / 16, D, 16]`` (token innermost: 16 keys are one vector load) and ``v_cache [N, G, B, Dv]``, both float32
+    or both bf16; B a multiple of 16; each block contiguous, block stride free.
 
 Same answer, whatever the neighbours (INV-10)
-    Each output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction set. A linear
-    output is one chain of fused multiply-adds over K in ascending order, for any number of rows. Attention is split at absolute positions
-    (every ATTENTION_SPLIT keys), the parts merged in ascending order.
+    Each output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction set. A
+    linear output is one chain of fused multiply-adds over K in ascending order, for any number of rows. Attention is split at
+    absolute positions (every ATTENTION_SPLIT keys), the parts merged in ascending order.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,8 @@ def set_threads(n: int) -> None:
 
 @final
 class PackedLinear:
-    """``y = x W^T (+ bias)``: weights [N, K] packed once into column panels. Arithmetic is float32 over the exact stored values."""
+    """``y = x W^T (+ bias)``: weights [N, K] packed once into column panels. Arithmetic is float32 over the exact stored
+    values."""
 
     def __init__(self, weight: Array, bias: Array | None = None, dtype: Literal["float32", "bfloat16"] | None = None) -> None:
         """``weight [N, K]`` float32 or bf16 (row stride free); ``bias [N]`` float32. ``dtype`` is the storage (None: the weight's
@@ -88,7 +89,8 @@ class PackedLinear:
         Raises ValueError if an id is out of range."""
 
 def linear_gated(x: Array, gate_up: PackedLinear, out: Array, activation: Activation = "silu") -> None:
-    """``out = activation(x Wg^T) * (x Wu^T)``: gate_up's rows are those of the gate, then as many of up. x ``[T, K]``, out ``[T, N / 2]``."""
+    """``out = activation(x Wg^T) * (x Wu^T)``: gate_up's rows are those of the gate, then as many of up. x ``[T, K]``, out ``[T,
+    N / 2]``."""
 
 def linear_rope_write_kv(
     x: Array,
@@ -125,9 +127,9 @@ def rope_write_kv(
 ) -> None:
     """Fused projection -> ready query: optional RMS norm per head (weights ``[D]``), rotation of q and k, K and V to their slots.
 
-    qkv ``[T, (H + 2 G) D]`` float32 (row stride free), heads of q, then k, then v. cos, sin float32 ``[T, R / 2]``, R <= D: the pairs (i, i + R/2) of
-    a head are rotated (arXiv 2104.09864). slots int64 ``[T]`` = block * B + offset in the block. q_out ``[T, H, D]`` float32. Needs Dv = D.
-    Raises ValueError if a slot is out of range."""
+    qkv ``[T, (H + 2 G) D]`` float32 (row stride free), heads of q, then k, then v. cos, sin float32 ``[T, R / 2]``, R <= D: the
+    pairs (i, i + R/2) of a head are rotated (arXiv 2104.09864). slots int64 ``[T]`` = block * B + offset in the block. q_out
+    ``[T, H, D]`` float32. Needs Dv = D. Raises ValueError if a slot is out of range."""
 
 def rope(x: Array, cos: Array, sin: Array, out: Array) -> None:
     """Rotation alone. x, out ``[T, heads, D]`` float32 (may be the same array)."""
@@ -151,15 +153,17 @@ def paged_attention(
 ) -> None:
     """Causal attention over scattered blocks (arXiv 2309.06180, section 4.1), decodes and chunks in one call.
 
-    query ``[T, H, D]``, out ``[T, H, Dv]`` float32; block_tables int32 ``[R, >= ceil(context / B)]`` (row stride free); context_lens int32 ``[S]``, tokens
-    cached after this step's write; query_start int32 ``[S + 1]``: sequence i owns query rows query_start[i] : query_start[i+1], the last
-    tokens of its context. ``rows`` int32 ``[S]``: the line of block_tables of each sequence (None: line i, R = S), so that a table of permanent
-    rows is read as it lies. The query at position p sees keys j <= p, with sliding_window w > 0 only j > p - w. softcap c > 0: c tanh(score / c)
-    after scaling. sinks float32 ``[H]``: one more logit in the denominator. Raises ValueError naming the sequence if a block id is out of range."""
+    query ``[T, H, D]``, out ``[T, H, Dv]`` float32; block_tables int32 ``[R, >= ceil(context / B)]`` (row stride free);
+    context_lens int32 ``[S]``, tokens cached after this step's write; query_start int32 ``[S + 1]``: sequence i owns query rows
+    query_start[i] : query_start[i+1], the last tokens of its context. ``rows`` int32 ``[S]``: the line of block_tables of each
+    sequence (None: line i, R = S), so that a table of permanent rows is read as it lies. The query at position p sees keys j <=
+    p, with sliding_window w > 0 only j > p - w. softcap c > 0: c tanh(score / c) after scaling. sinks float32 ``[H]``: one more
+    logit in the denominator. Raises ValueError naming the sequence if a block id is out of range."""
 
 def copy_blocks(caches: Sequence[Array], sources: Array, targets: Array) -> None:
-    """``cache[targets[i]] = cache[sources[i]]`` in every cache (dim 0 = block, contiguous within a block, any dtype). sources, targets int32 or
-    int64 ``[n]``; all sources are read before any target is written; targets are distinct. Raises ValueError if a block is out of range."""
+    """``cache[targets[i]] = cache[sources[i]]`` in every cache (dim 0 = block, contiguous within a block, any dtype). sources,
+    targets int32 or int64 ``[n]``; all sources are read before any target is written; targets are distinct. Raises ValueError if
+    a block is out of range."""
 
 # ---- element-wise
 
@@ -176,8 +180,8 @@ def gated(gate_up: Array, out: Array, activation: Activation = "silu") -> None:
     """``out = activation(gate_up[:, :I]) * gate_up[:, I:]``. gate_up ``[T, 2 I]``, out ``[T, I]`` float32."""
 
 def argmax(logits: Array, out: Array) -> None:
-    """out int32 ``[T]``: index of the greatest of ``logits [T, V]`` float32 (lowest index among equals), or -1 for a row that holds NaN
-    or whose greatest value is infinite (all -inf, or an overflow)."""
+    """out int32 ``[T]``: index of the greatest of ``logits [T, V]`` float32 (lowest index among equals), or -1 for a row that
+    holds NaN or whose greatest value is infinite (all -inf, or an overflow)."""
 
 # ---- for benchmarks and tests
 

@@ -9,9 +9,9 @@ namespace nb = nanobind;
 namespace twinplane::kernels {
 namespace {
 
-// The C interface of DLPack 1.2 (https://dmlc.github.io/dlpack): torch.Tensor.__dlpack_c_exchange_api__ is a capsule of a table whose
-// `describe` fills a DLTensor without allocating anything, in some 30 ns. Only what is used is declared; the layouts are
-// those of dlpack.h.
+// The C interface of DLPack 1.2 (https://dmlc.github.io/dlpack): torch.Tensor.__dlpack_c_exchange_api__ is a capsule of
+// a table whose `describe` fills a DLTensor without allocating anything, in some 30 ns. Only what is used is declared;
+// the layouts are those of dlpack.h.
 struct DlDevice {
   int32_t type;  // 1: CPU
   int32_t id;
@@ -86,8 +86,8 @@ const char* text_of(Dtype dtype) {
   return "";
 }
 
-// The exchange table of an object's type, or null. The last type seen is remembered: nearly every call passes torch.Tensor. Called with
-// the GIL held.
+// The exchange table of an object's type, or null. The last type seen is remembered: nearly every call passes
+// torch.Tensor. Called with the GIL held.
 const DlExchangeApi* exchange_api(PyTypeObject* type) {
   static PyTypeObject* known_type = nullptr;
   static const DlExchangeApi* known_api = nullptr;
@@ -166,7 +166,7 @@ void Array::view_buffer(nb::handle object) {
 std::string Array::describe() const { return std::string(text_of(dtype_)) + " " + shape_text(shape_, ndim_); }
 
 void Array::fail(const std::string& message) const {
-  const std::string text = std::string(name_) + " " + message;
+  const std::string text = std::string(name_) + (message.starts_with('[') ? "" : " ") + message;  // "ids[3] is"
   throw nb::value_error(text.c_str());
 }
 
@@ -186,16 +186,16 @@ const Array& Array::shaped(std::initializer_list<int64_t> shape, const char* let
     ++i;
   }
   if (same) return *this;
-  fail(std::string("must be ") + letters + " = " + shape_text(shape.begin(), static_cast<int>(shape.size())) + ", got " +
-       shape_text(shape_, ndim_));
+  fail(std::string("must be ") + letters + " = " + shape_text(shape.begin(), static_cast<int>(shape.size())) +
+       ", got " + shape_text(shape_, ndim_));
 }
 
 const Array& Array::contiguous_last(int dims) const {
   int64_t below = 1;
   for (int i = ndim_ - 1; i >= ndim_ - dims; --i) {
     if (shape_[i] > 1 && strides_[i] != below) {
-      fail("must be contiguous in its last " + std::to_string(dims) + " dimension(s), got strides " + shape_text(strides_, ndim_) +
-           " of shape " + shape_text(shape_, ndim_));
+      fail("must be contiguous in its last " + std::to_string(dims) + " dimension(s), got strides " +
+           shape_text(strides_, ndim_) + " of shape " + shape_text(shape_, ndim_));
     }
     below *= shape_[i];
   }

@@ -17,8 +17,8 @@ enum class Dtype : uint8_t { kFloat32, kBf16, kInt32, kInt64, kUint8, kOther };
 
 inline constexpr int64_t kAny = -1;  // in an expected shape: any length
 
-// A torch tensor or numpy array for the length of one call. Does not own the memory: a caller's reference keeps a tensor alive,
-// a buffer is held until the view goes.
+// A torch tensor or numpy array for the length of one call. Does not own the memory: a caller's reference keeps a
+// tensor alive, a buffer is held until the view goes.
 class Array {
  public:
   static constexpr int kMaxDims = 8;

@@ -166,12 +166,13 @@ void write_token(const Kernels& kernels, const float* key, const float* value, c
   const int64_t offset = slot % cache.block_size;
   const int64_t element = cache.bf16 ? sizeof(Bf16) : sizeof(float);
   for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-    const int64_t key_tile = block * cache.key_block_stride + (head * cache.block_size + offset / 16 * 16) * cache.head_dim;
+    const int64_t key_tile =
+        block * cache.key_block_stride + (head * cache.block_size + offset / 16 * 16) * cache.head_dim;
     const int64_t value_line = block * cache.value_block_stride + (head * cache.block_size + offset) * cache.value_dim;
-    kernels.write_key(key + head * cache.head_dim, static_cast<char*>(cache.keys) + key_tile * element, offset % 16, cache.head_dim,
-                      cache.bf16);
-    kernels.write_value(value + head * cache.value_dim, static_cast<char*>(cache.values) + value_line * element, cache.value_dim,
-                        cache.bf16);
+    kernels.write_key(key + head * cache.head_dim, static_cast<char*>(cache.keys) + key_tile * element, offset % 16,
+                      cache.head_dim, cache.bf16);
+    kernels.write_value(value + head * cache.value_dim, static_cast<char*>(cache.values) + value_line * element,
+                        cache.value_dim, cache.bf16);
   }
 }
 
@@ -193,11 +194,13 @@ void paged_attention(Pool& pool, const AttentionBatch& batch, const KvCache& cac
   const std::vector<TileSpec> tiles = plan_tiles(batch, cache);
   const size_t scratch_bytes = context.kernels.attention_scratch(cache.head_dim, cache.value_dim);
   const bool few = static_cast<int64_t>(tiles.size()) < kTilesPerThread * pool.threads();
-  const bool long_contexts = std::any_of(tiles.begin(), tiles.end(), [](const TileSpec& t) { return t.end_partition - t.first_partition > 1; });
+  const bool long_contexts = std::any_of(tiles.begin(), tiles.end(),
+                                         [](const TileSpec& t) { return t.end_partition - t.first_partition > 1; });
   if (few && long_contexts && pool.threads() > 1) return attend_split(pool, context, tiles, scratch_bytes);
   const size_t states = 2 * TileState::floats(cache.value_dim) * sizeof(float);
-  pool.run(static_cast<int64_t>(tiles.size()), states + scratch_bytes,
-           [&](int64_t i, void* scratch) { attend_whole(context, tiles[static_cast<size_t>(i)], static_cast<float*>(scratch)); });
+  pool.run(static_cast<int64_t>(tiles.size()), states + scratch_bytes, [&](int64_t i, void* scratch) {
+    attend_whole(context, tiles[static_cast<size_t>(i)], static_cast<float*>(scratch));
+  });
 }
 
 void write_kv(Pool& pool, int64_t tokens, Heads key, Heads value, const KvCache& cache, const int64_t* slots) {
@@ -207,8 +210,8 @@ void write_kv(Pool& pool, int64_t tokens, Heads key, Heads value, const KvCache&
   });
 }
 
-void rope_write_kv(Pool& pool, const Rows& qkv, int64_t num_heads, const Rotation& rotation, const HeadNorms& norms, const KvCache& cache,
-                   const int64_t* slots, float* q_out) {
+void rope_write_kv(Pool& pool, const Rows& qkv, int64_t num_heads, const Rotation& rotation, const HeadNorms& norms,
+                   const KvCache& cache, const int64_t* slots, float* q_out) {
   const Kernels& kernels = active();
   const int64_t q_floats = num_heads * cache.head_dim;
   const int64_t k_floats = cache.num_kv_heads * cache.head_dim;

@@ -68,8 +68,9 @@ struct HeadNorms {
   float eps;
 };
 
-// qkv [T][(num_heads + 2 G) head_dim]: query heads to q_out (contiguous [T][num_heads][head_dim]), keys and values to the cache.
-void rope_write_kv(Pool& pool, const Rows& qkv, int64_t num_heads, const Rotation& rotation, const HeadNorms& norms, const KvCache& cache,
-                   const int64_t* slots, float* q_out);
+// qkv [T][(num_heads + 2 G) head_dim]: query heads to q_out (contiguous [T][num_heads][head_dim]), keys and values to
+// the cache.
+void rope_write_kv(Pool& pool, const Rows& qkv, int64_t num_heads, const Rotation& rotation, const HeadNorms& norms,
+                   const KvCache& cache, const int64_t* slots, float* q_out);
 
 }  // namespace twinplane::kernels

@@ -1,16 +1,14 @@
 // Attention of one tile over one partition of the keys. Included by each isa_*.cpp last.
 //
-// Both products are small matrix products over the tile's rows: scores = Q K^T with 16 keys to a vector (K lies transposed
-// inside its 16-key tiles), sums = P V with 16 value dims to a vector. Each score is one chain over the head dim, each sum one chain
-// over the keys in ascending order, and keys a row may not see weigh exactly 0 in its chain. So a row's result does not depend on
-// the rows computed beside it (INV-10).
+// Both products are small matrix products over the tile's rows: scores = Q K^T with 16 keys to a vector (K lies
+// transposed inside its 16-key tiles), sums = P V with 16 value dims to a vector. Each score is one chain over the head
+// dim, each sum one chain over the keys in ascending order, and keys a row may not see weigh exactly 0 in its chain. So
+// a row's result does not depend on the rows computed beside it (INV-10).
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
 // Vectors per row so that rows x vectors accumulators fit the registers: a power of two, at most 4.
-constexpr int vectors_per_row(int rows) {
-  return 4 * rows <= kAccumulators ? 4 : 2 * rows <= kAccumulators ? 2 : 1;
-}
+constexpr int vectors_per_row(int rows) { return 4 * rows <= kAccumulators ? 4 : 2 * rows <= kAccumulators ? 2 : 1; }
 
 // Keys of one partition that any row of the tile may see, relative to the partition's first key. `base` is the first
 // score computed: a whole vector starts at a key divisible by 16.
@@ -43,7 +41,8 @@ inline const Element* key_tile(const AttentionTile& t, int64_t key) {
 
 // scores[row][16 * i ..] for Vectors key tiles, Rows rows.
 template <class Element, int Rows, int Vectors>
-void score_strip(const float* query, int64_t head_dim, const Element* const (&tiles)[Vectors], float* scores) {
+[[gnu::noinline]] void score_strip(const float* query, int64_t head_dim, const Element* const (&tiles)[Vectors],
+                                   float* scores) {
   F16 c[Rows][Vectors];
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = F16::zero(); });
@@ -54,11 +53,13 @@ void score_strip(const float* query, int64_t head_dim, const Element* const (&ti
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE { keys[v.value] = F16::load(tiles[v.value] + d * 16); });
     unroll<Rows>([&](auto r) TWINPLANE_INLINE {
       const F16 q = rows.at(r, d);
-      unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(q, keys[v.value]); });
+      unroll<Vectors>(
+          [&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(q, keys[v.value]); });
     });
   }
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
-    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value].store(scores + r.value * kAttentionSplit + v.value * 16); });
+    unroll<Vectors>(
+        [&](auto v) TWINPLANE_INLINE { c[r.value][v.value].store(scores + r.value * kAttentionSplit + v.value * 16); });
   });
 }
 
@@ -95,7 +96,8 @@ inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, co
   const float max = greatest.greatest();
   F16 total = F16::zero();
   for (int64_t i = tile.base(); i < tile.end; i += 16) {
-    const F16 weight = exp(F16::load(scores + i - tile.base()) - F16::broadcast(max)).keep(row.begin - i, row.end - i, F16::zero());
+    const F16 weight =
+        exp(F16::load(scores + i - tile.base()) - F16::broadcast(max)).keep(row.begin - i, row.end - i, F16::zero());
     total = total + weight;
     weight.store(scores + i - tile.base());
   }
@@ -104,7 +106,8 @@ inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, co
 
 // sums[row][column ..] for Vectors vectors of value dims (the last one cut to `width` floats if Masked), Rows rows.
 template <class Element, int Rows, int Vectors, bool Masked>
-void value_strip(const AttentionTile& t, const KeyRange& keys, const float* weights, int64_t column, int64_t width, float* sums) {
+[[gnu::noinline]] void value_strip(const AttentionTile& t, const KeyRange& keys, const float* weights, int64_t column,
+                                   int64_t width, float* sums) {
   F16 c[Rows][Vectors];
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = F16::zero(); });
@@ -115,7 +118,8 @@ void value_strip(const AttentionTile& t, const KeyRange& keys, const float* weig
     const int64_t left = t.block_size - offset;
     const int64_t end = key + left < keys.end ? key + left : keys.end;
     const Element* line = static_cast<const Element*>(t.values) +
-                          t.table[(keys.first + key) / t.block_size] * t.value_block_stride + offset * t.value_dim + column;
+                          t.table[(keys.first + key) / t.block_size] * t.value_block_stride + offset * t.value_dim +
+                          column;
     for (; key < end; ++key, line += t.value_dim) {
       F16 values[Vectors];
       unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
@@ -123,7 +127,9 @@ void value_strip(const AttentionTile& t, const KeyRange& keys, const float* weig
       });
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
         const F16 w = rows.at(r, key - keys.base());
-        unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(w, values[v.value]); });
+        unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
+          c[r.value][v.value] = c[r.value][v.value].plus_product(w, values[v.value]);
+        });
       });
     }
   }
@@ -145,7 +151,8 @@ void value_rows(const AttentionTile& t, const KeyRange& keys, const float* weigh
   int64_t column = 0;
   for (; column + 16 * kVectors <= t.value_dim; column += 16 * kVectors)
     value_strip<Element, Rows, kVectors, false>(t, keys, weights, column, 0, sums);
-  for (; column + 16 <= t.value_dim; column += 16) value_strip<Element, Rows, 1, false>(t, keys, weights, column, 0, sums);
+  for (; column + 16 <= t.value_dim; column += 16)
+    value_strip<Element, Rows, 1, false>(t, keys, weights, column, 0, sums);
   if (column < t.value_dim) value_strip<Element, Rows, 1, true>(t, keys, weights, column, t.value_dim - column, sums);
 }
 
@@ -154,7 +161,8 @@ size_t attention_scratch(int64_t head_dim, int64_t) {
 }
 
 template <class Element>
-void attention_partition_of(const AttentionTile& t, int64_t partition, SoftmaxState* states, float* sums, void* scratch) {
+void attention_partition_of(const AttentionTile& t, int64_t partition, SoftmaxState* states, float* sums,
+                            void* scratch) {
   float* query = static_cast<float*>(scratch);
   float* scores = query + kAttentionRows * t.head_dim;
   const int64_t rows = t.tokens * t.heads;
@@ -189,7 +197,8 @@ void attention_partition(const AttentionTile& t, int64_t partition, SoftmaxState
   }
 }
 
-void attention_merge(SoftmaxState& state, float* sums, const SoftmaxState& part, const float* part_sums, int64_t value_dim) {
+void attention_merge(SoftmaxState& state, float* sums, const SoftmaxState& part, const float* part_sums,
+                     int64_t value_dim) {
   if (part.sum == 0) return;  // no visible key in it (one key alone weighs e^0 = 1)
   if (state.sum == 0) {
     state = part;

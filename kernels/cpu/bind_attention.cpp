@@ -33,9 +33,15 @@ class OptionalArray {
 };
 
 KvCache cache_of(const Array& keys, const Array& values) {
-  keys.of({kF32, Dtype::kBf16}).shaped({kAny, kAny, kAny, kAny, 16}, "[N, G, B / 16, D, 16]").contiguous_last(4).writable();
+  keys.of({kF32, Dtype::kBf16})
+      .shaped({kAny, kAny, kAny, kAny, 16}, "[N, G, B / 16, D, 16]")
+      .contiguous_last(4)
+      .writable();
   const int64_t block_size = keys.size(2) * 16;
-  values.of({keys.dtype()}).shaped({keys.size(0), keys.size(1), block_size, kAny}, "[N, G, B, Dv]").contiguous_last(3).writable();
+  values.of({keys.dtype()})
+      .shaped({keys.size(0), keys.size(1), block_size, kAny}, "[N, G, B, Dv]")
+      .contiguous_last(3)
+      .writable();
   return {.keys = keys.data<void>(),
           .values = values.data<void>(),
           .bf16 = keys.dtype() == Dtype::kBf16,
@@ -66,7 +72,8 @@ Heads heads_of(const Array& x, int64_t tokens, int64_t heads, int64_t dim, const
   return {x.data<const float>(), x.stride(0)};
 }
 
-void write_kv_py(nb::handle key_object, nb::handle value_object, nb::handle keys_object, nb::handle values_object, nb::handle slots_object) {
+void write_kv_py(nb::handle key_object, nb::handle value_object, nb::handle keys_object, nb::handle values_object,
+                 nb::handle slots_object) {
   const Array key(key_object, "key");
   const Array value(value_object, "value");
   const Array keys(keys_object, "k_cache");
@@ -111,9 +118,11 @@ struct RopeWrite {
         k_norm(k_norm_object, "k_norm"),
         cache(cache_of(keys, values)),
         num_heads(heads) {
-    if (cache.num_kv_heads != kv_heads) keys.fail("has " + number(cache.num_kv_heads) + " heads, num_kv_heads is " + number(kv_heads));
+    if (cache.num_kv_heads != kv_heads)
+      keys.fail("has " + number(cache.num_kv_heads) + " heads, num_kv_heads is " + number(kv_heads));
     if (cache.value_dim != cache.head_dim) {
-      values.fail("has head dim " + number(cache.value_dim) + " but keys have " + number(cache.head_dim) + "; a fused projection needs one");
+      values.fail("has head dim " + number(cache.value_dim) + " but keys have " + number(cache.head_dim) +
+                  "; a fused projection needs one");
     }
     if (heads < 1) throw nb::value_error(("num_heads must be at least 1, got " + number(heads)).c_str());
     norms = {q_norm.vector(cache.head_dim, "[D]"), k_norm.vector(cache.head_dim, "[D]"), eps};
@@ -133,9 +142,9 @@ struct RopeWrite {
   }
 };
 
-void rope_write_kv_py(nb::handle qkv_object, int64_t num_heads, int64_t num_kv_heads, nb::handle cos, nb::handle sin, nb::handle k_cache,
-                      nb::handle v_cache, nb::handle slots, nb::handle q_out, const nb::object& q_norm, const nb::object& k_norm,
-                      float eps) {
+void rope_write_kv_py(nb::handle qkv_object, int64_t num_heads, int64_t num_kv_heads, nb::handle cos, nb::handle sin,
+                      nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle q_out,
+                      const nb::object& q_norm, const nb::object& k_norm, float eps) {
   const Array qkv(qkv_object, "qkv");
   RopeWrite write(num_heads, num_kv_heads, cos, sin, k_cache, v_cache, slots, q_out, q_norm, k_norm, eps);
   qkv.of({kF32}).shaped({kAny, write.columns()}, "[T, (H + 2 G) D]").contiguous_last(1);
@@ -144,15 +153,16 @@ void rope_write_kv_py(nb::handle qkv_object, int64_t num_heads, int64_t num_kv_h
   write.run({qkv.data<const float>(), qkv.size(0), write.columns(), qkv.stride(0)}, where);
 }
 
-void linear_rope_write_kv_py(nb::handle x_object, const PackedLinear& qkv, int64_t num_heads, int64_t num_kv_heads, nb::handle cos,
-                             nb::handle sin, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle q_out,
-                             const nb::object& q_norm, const nb::object& k_norm, float eps) {
+void linear_rope_write_kv_py(nb::handle x_object, const PackedLinear& qkv, int64_t num_heads, int64_t num_kv_heads,
+                             nb::handle cos, nb::handle sin, nb::handle k_cache, nb::handle v_cache, nb::handle slots,
+                             nb::handle q_out, const nb::object& q_norm, const nb::object& k_norm, float eps) {
   const Array x(x_object, "x");
   RopeWrite write(num_heads, num_kv_heads, cos, sin, k_cache, v_cache, slots, q_out, q_norm, k_norm, eps);
   x.of({kF32}).shaped({kAny, qkv.in_features()}, "[T, K]").contiguous_last(1);
   if (qkv.out_features() != write.columns()) {
     throw nb::value_error(
-        ("qkv has " + number(qkv.out_features()) + " output features, (H + 2 G) D is " + number(write.columns())).c_str());
+        ("qkv has " + number(qkv.out_features()) + " output features, (H + 2 G) D is " + number(write.columns()))
+            .c_str());
   }
   const int64_t tokens = x.size(0);
   const int64_t* where = write.check_tokens(tokens);
@@ -160,8 +170,8 @@ void linear_rope_write_kv_py(nb::handle x_object, const PackedLinear& qkv, int64
   static thread_local Scratch buffer;
   const int64_t columns = write.columns();
   float* projected = static_cast<float*>(buffer.reserve(static_cast<size_t>(tokens * columns) * sizeof(float)));
-  qkv.run(Pool::instance(), {x.data<const float>(), tokens, qkv.in_features(), x.stride(0)}, {projected, columns}, nullptr, 0,
-          Activation::kNone);
+  qkv.run(Pool::instance(), {x.data<const float>(), tokens, qkv.in_features(), x.stride(0)}, {projected, columns},
+          nullptr, 0, Activation::kNone);
   write.run({projected, tokens, columns, columns}, where);
 }
 
@@ -198,42 +208,45 @@ const int32_t* int32_vector(const Array& x, int64_t length, const char* letters)
 }
 
 // Everything the kernels will read through an index, before they do.
-void check_sequences(const AttentionBatch& batch, const KvCache& cache, int64_t tokens, const Array& tables, const Array& contexts,
-                     const Array& starts, const std::optional<Array>& rows) {
+void check_sequences(const AttentionBatch& batch, const KvCache& cache, int64_t tokens, const Array& tables,
+                     const Array& contexts, const Array& starts, const std::optional<Array>& rows) {
   if (batch.query_start[0] != 0 || batch.query_start[batch.num_sequences] > tokens) {
-    starts.fail("must begin with 0 and end with at most the " + number(tokens) + " tokens of query, got " + number(batch.query_start[0]) +
-                " and " + number(batch.query_start[batch.num_sequences]));
+    starts.fail("must begin with 0 and end with at most the " + number(tokens) + " tokens of query, got " +
+                number(batch.query_start[0]) + " and " + number(batch.query_start[batch.num_sequences]));
   }
   for (int64_t s = 0; s < batch.num_sequences; ++s) {
     const int64_t queries = static_cast<int64_t>(batch.query_start[s + 1]) - batch.query_start[s];
     const int64_t context = batch.context_lens[s];
     if (queries < 0) starts.fail("decreases at sequence " + number(s));
     if (context < queries) {
-      contexts.fail("[" + number(s) + "] is " + number(context) + ", less than the sequence's " + number(queries) + " query tokens");
+      contexts.fail("[" + number(s) + "] is " + number(context) + ", less than the sequence's " + number(queries) +
+                    " query tokens");
     }
     if (rows && (batch.rows[s] < 0 || batch.rows[s] >= tables.size(0))) {
-      rows->fail("[" + number(s) + "] is " + number(batch.rows[s]) + "; block_tables has " + number(tables.size(0)) + " lines");
+      rows->fail("[" + number(s) + "] is " + number(batch.rows[s]) + "; block_tables has " + number(tables.size(0)) +
+                 " lines");
     }
     const int64_t blocks = (context + cache.block_size - 1) / cache.block_size;
     if (blocks > tables.size(1)) {
-      tables.fail("has " + number(tables.size(1)) + " columns; sequence " + number(s) + " of " + number(context) + " tokens needs " +
-                  number(blocks));
+      tables.fail("has " + number(tables.size(1)) + " columns; sequence " + number(s) + " of " + number(context) +
+                  " tokens needs " + number(blocks));
     }
     // A sliding window lets the blocks before it go; their entries mean nothing.
     const int64_t oldest = batch.window > 0 ? std::max<int64_t>(0, context - queries - batch.window + 1) : 0;
     for (int64_t i = queries > 0 ? oldest / cache.block_size : blocks; i < blocks; ++i) {
       const int32_t block = batch.table(s)[i];
       if (block < 0 || block >= cache.num_blocks) {
-        tables.fail("names block " + number(block) + " for tokens " + number(i * cache.block_size) + " ff. of sequence " + number(s) +
-                    "; the cache has " + number(cache.num_blocks));
+        tables.fail("names block " + number(block) + " for tokens " + number(i * cache.block_size) +
+                    " ff. of sequence " + number(s) + "; the cache has " + number(cache.num_blocks));
       }
     }
   }
 }
 
-void paged_attention_py(nb::handle query_object, nb::handle keys_object, nb::handle values_object, nb::handle tables_object,
-                        nb::handle contexts_object, nb::handle starts_object, nb::handle out_object, float scale, int64_t sliding_window,
-                        float softcap, const nb::object& sinks_object, const nb::object& rows_object) {
+void paged_attention_py(nb::handle query_object, nb::handle keys_object, nb::handle values_object,
+                        nb::handle tables_object, nb::handle contexts_object, nb::handle starts_object,
+                        nb::handle out_object, float scale, int64_t sliding_window, float softcap,
+                        const nb::object& sinks_object, const nb::object& rows_object) {
   const Array query(query_object, "query");
   const Array keys(keys_object, "k_cache");
   const Array values(values_object, "v_cache");
@@ -248,7 +261,8 @@ void paged_attention_py(nb::handle query_object, nb::handle keys_object, nb::han
   const int64_t tokens = query.size(0);
   const int64_t heads = query.size(1);
   if (heads % cache.num_kv_heads != 0) {
-    query.fail("has " + number(heads) + " heads, which is no multiple of the " + number(cache.num_kv_heads) + " heads of k_cache");
+    query.fail("has " + number(heads) + " heads, which is no multiple of the " + number(cache.num_kv_heads) +
+               " heads of k_cache");
   }
   out.of({kF32}).shaped({tokens, heads, cache.value_dim}, "[T, H, Dv]").contiguous_last(2).writable();
   contexts.of({Dtype::kInt32}).shaped({kAny}, "[S]").contiguous();
@@ -284,7 +298,8 @@ std::vector<int64_t> block_ids(const Array& ids, int64_t count) {
 
 void check_blocks(const Array& ids, const std::vector<int64_t>& blocks, int64_t num_blocks) {
   for (const int64_t block : blocks) {
-    if (block < 0 || block >= num_blocks) ids.fail("names block " + number(block) + "; a cache has " + number(num_blocks));
+    if (block < 0 || block >= num_blocks)
+      ids.fail("names block " + number(block) + "; a cache has " + number(num_blocks));
   }
 }
 
@@ -313,7 +328,8 @@ void copy_blocks_py(const nb::sequence& caches, nb::handle sources_object, nb::h
   }
   // A block that is both source and target is read through a copy made before anything is written.
   std::vector<bool> staged(sources.size());
-  for (size_t i = 0; i < sources.size(); ++i) staged[i] = std::find(targets.begin(), targets.end(), sources[i]) != targets.end();
+  for (size_t i = 0; i < sources.size(); ++i)
+    staged[i] = std::find(targets.begin(), targets.end(), sources[i]) != targets.end();
   const nb::gil_scoped_release unlocked;
   Pool::instance().run(static_cast<int64_t>(all.size()), 0, [&](int64_t c, void*) {
     const CopyTarget& cache = all[static_cast<size_t>(c)];
@@ -331,17 +347,20 @@ void copy_blocks_py(const nb::sequence& caches, nb::handle sources_object, nb::h
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("write_kv", write_kv_py, nb::arg("key"), nb::arg("value"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("slots"));
+  m.def("write_kv", write_kv_py, nb::arg("key"), nb::arg("value"), nb::arg("k_cache"), nb::arg("v_cache"),
+        nb::arg("slots"));
   m.def("rope", rope_py, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("out"));
-  m.def("rope_write_kv", rope_write_kv_py, nb::arg("qkv"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("cos"), nb::arg("sin"),
-        nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("slots"), nb::arg("q_out"), nb::arg("q_norm") = nb::none(),
-        nb::arg("k_norm") = nb::none(), nb::arg("eps") = 0.0f);
-  m.def("linear_rope_write_kv", linear_rope_write_kv_py, nb::arg("x"), nb::arg("qkv"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
+  m.def("rope_write_kv", rope_write_kv_py, nb::arg("qkv"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
         nb::arg("cos"), nb::arg("sin"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("slots"), nb::arg("q_out"),
         nb::arg("q_norm") = nb::none(), nb::arg("k_norm") = nb::none(), nb::arg("eps") = 0.0f);
-  m.def("paged_attention", paged_attention_py, nb::arg("query"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("block_tables"),
-        nb::arg("context_lens"), nb::arg("query_start"), nb::arg("out"), nb::arg("scale"), nb::arg("sliding_window") = 0,
-        nb::arg("softcap") = 0.0f, nb::arg("sinks") = nb::none(), nb::arg("rows") = nb::none());
+  m.def("linear_rope_write_kv", linear_rope_write_kv_py, nb::arg("x"), nb::arg("qkv"), nb::arg("num_heads"),
+        nb::arg("num_kv_heads"), nb::arg("cos"), nb::arg("sin"), nb::arg("k_cache"), nb::arg("v_cache"),
+        nb::arg("slots"), nb::arg("q_out"), nb::arg("q_norm") = nb::none(), nb::arg("k_norm") = nb::none(),
+        nb::arg("eps") = 0.0f);
+  m.def("paged_attention", paged_attention_py, nb::arg("query"), nb::arg("k_cache"), nb::arg("v_cache"),
+        nb::arg("block_tables"), nb::arg("context_lens"), nb::arg("query_start"), nb::arg("out"), nb::arg("scale"),
+        nb::arg("sliding_window") = 0, nb::arg("softcap") = 0.0f, nb::arg("sinks") = nb::none(),
+        nb::arg("rows") = nb::none());
   m.def("copy_blocks", copy_blocks_py, nb::arg("caches"), nb::arg("sources"), nb::arg("targets"));
 }
 

@@ -29,7 +29,9 @@ const Array& matrix(const Array& x, int64_t rows, int64_t columns) {
   return x.of({kF32}).shaped({rows, columns}, "[T, dim]").contiguous_last(1);
 }
 
-const float* vector(const Array& x, int64_t length) { return x.of({kF32}).shaped({length}, "[dim]").contiguous().data<const float>(); }
+const float* vector(const Array& x, int64_t length) {
+  return x.of({kF32}).shaped({length}, "[dim]").contiguous().data<const float>();
+}
 
 void rms_norm(nb::handle x_object, nb::handle weight_object, float eps, nb::handle out_object) {
   const Array x(x_object, "x");
@@ -44,7 +46,8 @@ void rms_norm(nb::handle x_object, nb::handle weight_object, float eps, nb::hand
   });
 }
 
-void add_rms_norm(nb::handle x_object, nb::handle residual_object, nb::handle weight_object, float eps, nb::handle out_object) {
+void add_rms_norm(nb::handle x_object, nb::handle residual_object, nb::handle weight_object, float eps,
+                  nb::handle out_object) {
   const Array x(x_object, "x");
   const Array residual(residual_object, "residual");
   const Array weight(weight_object, "weight");
@@ -55,12 +58,13 @@ void add_rms_norm(nb::handle x_object, nb::handle residual_object, nb::handle we
   matrix(residual, x.size(0), dim).writable();
   matrix(out, x.size(0), dim).writable();
   for_rows(x.size(0), dim, [&](int64_t row) {
-    active().add_rms_norm(x.data<const float>() + row * x.stride(0), residual.data<float>() + row * residual.stride(0), w, eps,
-                          out.data<float>() + row * out.stride(0), dim);
+    active().add_rms_norm(x.data<const float>() + row * x.stride(0), residual.data<float>() + row * residual.stride(0),
+                          w, eps, out.data<float>() + row * out.stride(0), dim);
   });
 }
 
-void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, float eps, nb::handle out_object) {
+void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, float eps,
+                nb::handle out_object) {
   const Array x(x_object, "x");
   const Array weight(weight_object, "weight");
   const Array bias(bias_object, "bias");
@@ -71,7 +75,8 @@ void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_o
   const float* b = vector(bias, dim);
   matrix(out, x.size(0), dim).writable();
   for_rows(x.size(0), dim, [&](int64_t row) {
-    active().layer_norm(x.data<const float>() + row * x.stride(0), w, b, eps, out.data<float>() + row * out.stride(0), dim);
+    active().layer_norm(x.data<const float>() + row * x.stride(0), w, b, eps, out.data<float>() + row * out.stride(0),
+                        dim);
   });
 }
 
@@ -114,7 +119,8 @@ void argmax(nb::handle logits_object, nb::handle out_object) {
 
 void bind_elementwise(nb::module_& m) {
   m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
-  m.def("add_rms_norm", add_rms_norm, nb::arg("x"), nb::arg("residual"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
+  m.def("add_rms_norm", add_rms_norm, nb::arg("x"), nb::arg("residual"), nb::arg("weight"), nb::arg("eps"),
+        nb::arg("out"));
   m.def("layer_norm", layer_norm, nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("eps"), nb::arg("out"));
   m.def("gated", gated, nb::arg("gate_up"), nb::arg("out"), nb::arg("activation") = "silu");
   m.def("argmax", argmax, nb::arg("logits"), nb::arg("out"));

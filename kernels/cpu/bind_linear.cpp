@@ -66,7 +66,8 @@ PackedLinear pack(nb::handle weight, const nb::object& bias, const nb::object& d
   const Bias b(bias, w.size(0));
   const WeightKind storage = parse_storage(dtype, w.dtype());
   const nb::gil_scoped_release unlocked;
-  if (w.dtype() == kF32) return PackedLinear::from_float(w.data<const float>(), w.stride(0), w.size(0), w.size(1), storage, b.data());
+  if (w.dtype() == kF32)
+    return PackedLinear::from_float(w.data<const float>(), w.stride(0), w.size(0), w.size(1), storage, b.data());
   return PackedLinear::from_bf16(w.data<const Bf16>(), w.stride(0), w.size(0), w.size(1), storage, b.data());
 }
 
@@ -76,19 +77,21 @@ PackedLinear pack_gguf(nb::handle blocks, const std::string& kind_text, const nb
   b.of({Dtype::kUint8}).shaped({kAny, kAny}, "[N, K / 32 * block_bytes]").contiguous();
   const int64_t block_bytes = static_cast<int64_t>(gguf_block_bytes(kind));
   if (b.size(1) % block_bytes != 0) {
-    b.fail("has lines of " + std::to_string(b.size(1)) + " bytes, which is no multiple of the " + std::to_string(block_bytes) +
-           " bytes of a " + kind_text + " block");
+    b.fail("has lines of " + std::to_string(b.size(1)) + " bytes, which is no multiple of the " +
+           std::to_string(block_bytes) + " bytes of a " + kind_text + " block");
   }
   const Bias bias_values(bias, b.size(0));
   const nb::gil_scoped_release unlocked;
-  return PackedLinear::from_gguf(b.data<const uint8_t>(), b.size(0), b.size(1) / block_bytes * kGroup, kind, bias_values.data());
+  return PackedLinear::from_gguf(b.data<const uint8_t>(), b.size(0), b.size(1) / block_bytes * kGroup, kind,
+                                 bias_values.data());
 }
 
 PackedLinear quantize(nb::handle weight, const std::string& kind_text, const nb::object& bias) {
   const WeightKind kind = parse_quantized(kind_text);
   const Array w(weight, "weight");
   w.of({kF32}).shaped({kAny, kAny}, "[N, K]").contiguous_last(1);
-  if (w.size(1) % kGroup != 0) w.fail("has " + std::to_string(w.size(1)) + " columns; " + kind_text + " needs a multiple of 32");
+  if (w.size(1) % kGroup != 0)
+    w.fail("has " + std::to_string(w.size(1)) + " columns; " + kind_text + " needs a multiple of 32");
   const Bias bias_values(bias, w.size(0));
   const nb::gil_scoped_release unlocked;
   const int64_t groups = w.size(1) / kGroup;
@@ -157,10 +160,12 @@ void gather(const PackedLinear& self, nb::handle ids_object, nb::handle out_obje
   }
 }
 
-void linear_gated(nb::handle x_object, const PackedLinear& gate_up, nb::handle out_object, const std::string& activation_name) {
+void linear_gated(nb::handle x_object, const PackedLinear& gate_up, nb::handle out_object,
+                  const std::string& activation_name) {
   const Activation activation = parse_activation(activation_name);
   if (gate_up.out_features() % 2 != 0) {
-    throw nb::value_error(("gate_up has " + std::to_string(gate_up.out_features()) + " output features, an odd number").c_str());
+    throw nb::value_error(
+        ("gate_up has " + std::to_string(gate_up.out_features()) + " output features, an odd number").c_str());
   }
   const Array x(x_object, "x");
   const Array out(out_object, "out");
@@ -196,7 +201,8 @@ void bind_linear(nb::module_& m) {
       .def_prop_ro("kind", [](const PackedLinear& self) { return kind_name(self.kind()); })
       .def_prop_ro("nbytes", &PackedLinear::nbytes)
       .def_prop_ro("isa", &PackedLinear::isa)
-      .def("__call__", call, nb::arg("x"), nb::arg("out"), nb::arg("residual") = nb::none(), nb::arg("activation") = "none")
+      .def("__call__", call, nb::arg("x"), nb::arg("out"), nb::arg("residual") = nb::none(),
+           nb::arg("activation") = "none")
       .def("gather", gather, nb::arg("ids"), nb::arg("out"));
   m.def("linear_gated", linear_gated, nb::arg("x"), nb::arg("gate_up"), nb::arg("out"), nb::arg("activation") = "silu");
 }

@@ -59,7 +59,8 @@ double measure_read_bandwidth(int64_t megabytes) {
   std::vector<float> sums(static_cast<size_t>(tiles));
   Pool& pool = Pool::instance();
   const double seconds = best_seconds([&] {
-    pool.run(tiles, 0, [&](int64_t i, void*) { sums[static_cast<size_t>(i)] = active().sum(memory.data() + i * kTile, kTile); });
+    pool.run(tiles, 0,
+             [&](int64_t i, void*) { sums[static_cast<size_t>(i)] = active().sum(memory.data() + i * kTile, kTile); });
   });
   return static_cast<double>(tiles * kTile * 4) / seconds / 1e9;
 }
@@ -83,7 +84,8 @@ double measure_fma_rate() {
 std::vector<int64_t> claimed_tiles(int64_t tiles, const std::vector<int64_t>& delays_us) {
   Pool& pool = Pool::instance();
   if (static_cast<int>(delays_us.size()) != pool.threads()) {
-    throw nb::value_error(("delays_us must name a delay for each of the " + std::to_string(pool.threads()) + " threads").c_str());
+    throw nb::value_error(
+        ("delays_us must name a delay for each of the " + std::to_string(pool.threads()) + " threads").c_str());
   }
   std::vector<int64_t> claimed(delays_us.size(), 0);
   const nb::gil_scoped_release unlocked;

@@ -7,7 +7,8 @@ namespace twinplane::kernels::TWINPLANE_ISA {
 inline F16 exp(F16 x) {
   const F16 clamped = F16::broadcast(-87.3f).max(F16::broadcast(88.7f).min(x));
   const F16 n = (clamped * F16::broadcast(1.44269504f)).round();
-  F16 f = clamped.plus_product(n, F16::broadcast(-0.693359375f));  // ln 2 in two parts: the first has 10 bits, n * it is exact
+  F16 f = clamped.plus_product(
+      n, F16::broadcast(-0.693359375f));  // ln 2 in two parts: the first has 10 bits, n * it is exact
   f = f.plus_product(n, F16::broadcast(2.12194440e-4f));
   F16 p = F16::broadcast(1.0f / 5040);
   p = F16::broadcast(1.0f / 720).plus_product(p, f);
@@ -42,10 +43,9 @@ inline F16 activate(F16 x, Activation activation) {
       return F16::zero().max(x);  // NaN stays NaN
     case Activation::kSilu:
       return x / (one + exp(F16::zero() - x));
-    case Activation::kGeluTanh: {
-      const F16 cube = x * x * x;
-      const F16 inner = (x + cube * F16::broadcast(0.044715f)) * F16::broadcast(0.797884561f);
-      return half * x * (one + tanh(inner));
+    case Activation::kGeluTanh: {  // (1 + tanh z) / 2 = 1 / (1 + e^-2z), which does not cancel
+      const F16 z = (x + x * x * x * F16::broadcast(0.044715f)) * F16::broadcast(0.797884561f);
+      return x / (one + exp(F16::zero() - (z + z)));
     }
     case Activation::kGelu: {
       float lanes[16];

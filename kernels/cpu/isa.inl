@@ -1,13 +1,18 @@
-// All kernels of one instruction set and their table. TWINPLANE_ISA names the namespace; its simd_*.hpp is included before.
-// Contraction of a * b + c is off (-ffp-contract=off): where products are fused is written, not left to the vectorizer, whose choice may
-// differ between the body and the tail of a loop.
+// All kernels of one instruction set and their table. TWINPLANE_ISA names the namespace; its simd_*.hpp is included
+// before. Contraction of a * b + c is off (-ffp-contract=off): where products are fused is written, not left to the
+// vectorizer, whose choice may differ between the body and the tail of a loop.
 #include <math.h>
 
 #include "kernels/cpu/half.hpp"
 #include "kernels/cpu/kernels.hpp"
+
+// In this order: each uses what the ones before it define.
 #include "kernels/cpu/unroll.inl"
+
 #include "kernels/cpu/elementwise.inl"
+
 #include "kernels/cpu/linear.inl"
+
 #include "kernels/cpu/attention.inl"
 
 namespace twinplane::kernels::TWINPLANE_ISA {

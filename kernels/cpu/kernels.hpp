@@ -11,13 +11,13 @@
 
 namespace twinplane::kernels {
 
-inline constexpr int64_t kLanes = 16;               // of the vector the kernels are written in, on any processor
-inline constexpr int64_t kGroup = 32;               // weights that share a scale in GGUF's Q8_0, Q4_0, Q4_1
-inline constexpr int64_t kPanelRows = 96;           // rows of x that one panel product takes at most
-inline constexpr int64_t kDepthBlock = 256;         // K is walked in steps of this (a multiple of kGroup)
+inline constexpr int64_t kLanes = 16;        // of the vector the kernels are written in, on any processor
+inline constexpr int64_t kGroup = 32;        // weights that share a scale in GGUF's Q8_0, Q4_0, Q4_1
+inline constexpr int64_t kPanelRows = 96;    // rows of x that one panel product takes at most
+inline constexpr int64_t kDepthBlock = 256;  // K is walked in steps of this (a multiple of kGroup)
 inline constexpr int64_t kMaxPanelColumns = 32;
-inline constexpr int64_t kAttentionSplit = 256;     // keys per partition of the softmax
-inline constexpr int64_t kAttentionRows = 48;       // (query, head) pairs per attention tile
+inline constexpr int64_t kAttentionSplit = 256;  // keys per partition of the softmax
+inline constexpr int64_t kAttentionRows = 48;    // (query, head) pairs per attention tile
 
 struct Bf16 {
   uint16_t bits;
@@ -26,16 +26,17 @@ struct Bf16 {
 enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1 };
 enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
-// acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. The sum is one chain of
-// multiply-adds in ascending k, whatever `rows` is: cutting K into steps only parks the chain in memory between them.
+// acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. The sum is one
+// chain of multiply-adds in ascending k, whatever `rows` is: cutting K into steps only parks the chain in memory
+// between them.
 struct PanelProduct {
   const void* panel;  // packed weights, see linear.hpp
   WeightKind kind;
   int64_t depth;  // K
   const float* x;
   int64_t x_stride;
-  int64_t rows;    // 1 .. kPanelRows
-  float* acc;      // [rows, panel_columns], contiguous
+  int64_t rows;     // 1 .. kPanelRows
+  float* acc;       // [rows, panel_columns], contiguous
   float* unpacked;  // scratch of kDepthBlock * panel_columns floats
 };
 
@@ -69,7 +70,7 @@ struct GatedEpilogue {
 // One tile of attention: some consecutive query tokens of one sequence times the query heads of one KV head.
 // Row r of the tile is token r / heads, head r % heads.
 struct AttentionTile {
-  const float* query;  // first token, first head of the tile
+  const float* query;    // first token, first head of the tile
   int64_t query_stride;  // between tokens
   int64_t tokens;
   int64_t heads;           // query heads per KV head; tokens * heads <= kAttentionRows
@@ -117,11 +118,14 @@ struct Kernels {
   // Bytes of scratch for attention_partition.
   size_t (*attention_scratch)(int64_t head_dim, int64_t value_dim);
   // Keys [partition * kAttentionSplit, + kAttentionSplit) for every row: states[row], sums[row][value_dim].
-  void (*attention_partition)(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums, void* scratch);
+  void (*attention_partition)(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums,
+                              void* scratch);
   // Adds partition `part` to `state`; rows without a key in the part are left as they are.
-  void (*attention_merge)(SoftmaxState& state, float* sums, const SoftmaxState& part, const float* part_sums, int64_t value_dim);
+  void (*attention_merge)(SoftmaxState& state, float* sums, const SoftmaxState& part, const float* part_sums,
+                          int64_t value_dim);
   // out = sums / (sum + exp(sink - max)); sink null: none.
-  void (*attention_finish)(const SoftmaxState& state, const float* sums, const float* sink, float* out, int64_t value_dim);
+  void (*attention_finish)(const SoftmaxState& state, const float* sums, const float* sink, float* out,
+                           int64_t value_dim);
 
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t dim);
   void (*add_rms_norm)(const float* x, float* residual, const float* weight, float eps, float* out, int64_t dim);
@@ -131,7 +135,7 @@ struct Kernels {
   void (*write_value)(const float* value, void* line, int64_t value_dim, bool bf16);
   int64_t (*argmax)(const float* logits, int64_t vocab);
 
-  float (*sum)(const float* values, int64_t count);  // reads as fast as memory allows; count a multiple of 64
+  float (*sum)(const float* values, int64_t count);   // reads as fast as memory allows; count a multiple of 64
   int64_t (*fma_chain)(int64_t rounds, float* sink);  // independent multiply-adds in registers; returns how many FLOP
 };
 

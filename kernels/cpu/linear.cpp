@@ -16,8 +16,12 @@ constexpr int64_t kTilesPerThread = 6;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Bytes of one packed column group: scales and minima of 32 weights for `columns` columns, then their numbers.
-size_t scale_bytes(WeightKind kind, int64_t columns) { return static_cast<size_t>(columns) * (kind == WeightKind::kQ4_1 ? 4 : 2); }
-size_t line_bytes(WeightKind kind, int64_t columns) { return static_cast<size_t>(kind == WeightKind::kQ8_0 ? columns : columns / 2); }
+size_t scale_bytes(WeightKind kind, int64_t columns) {
+  return static_cast<size_t>(columns) * (kind == WeightKind::kQ4_1 ? 4 : 2);
+}
+size_t line_bytes(WeightKind kind, int64_t columns) {
+  return static_cast<size_t>(kind == WeightKind::kQ8_0 ? columns : columns / 2);
+}
 size_t group_bytes(WeightKind kind, int64_t columns) {
   return scale_bytes(kind, columns) + static_cast<size_t>(kGroup) * line_bytes(kind, columns);
 }
@@ -134,7 +138,8 @@ PackedLinear PackedLinear::from_bf16(const Bf16* weight, int64_t stride, int64_t
   return linear;
 }
 
-PackedLinear PackedLinear::from_gguf(const uint8_t* blocks, int64_t out, int64_t in, WeightKind kind, const float* bias) {
+PackedLinear PackedLinear::from_gguf(const uint8_t* blocks, int64_t out, int64_t in, WeightKind kind,
+                                     const float* bias) {
   PackedLinear linear(out, in, kind, bias);
   const int64_t groups = in / kGroup;
   const size_t block_bytes = gguf_block_bytes(kind);
@@ -162,15 +167,16 @@ void PackedLinear::unpack_row(int64_t id, float* out) const {
         out[k] = bf16_to_float(reinterpret_cast<const Bf16*>(base)[k * columns_ + c]);
         break;
       default:
-        out[k] = unpack_value(base + static_cast<size_t>(k / kGroup) * group_bytes(kind_, columns_), kind_, c, k % kGroup, columns_);
+        out[k] = unpack_value(base + static_cast<size_t>(k / kGroup) * group_bytes(kind_, columns_), kind_, c,
+                              k % kGroup, columns_);
     }
   }
 }
 
 // ---- running
 //
-// A tile is some consecutive rows of x times some consecutive panels. Which tiles there are decides speed only: every output is computed
-// by panel_product in the same order.
+// A tile is some consecutive rows of x times some consecutive panels. Which tiles there are decides speed only: every
+// output is computed by panel_product in the same order.
 
 namespace {
 
@@ -185,7 +191,8 @@ struct TilePlan {
 TilePlan plan_tiles(int64_t rows, int64_t panels, size_t panel_bytes, const Kernels& kernels, int threads) {
   const int64_t row_tiles = ceil_div(rows, kPanelRows);
   // Evenly cut, in whole strips.
-  const int64_t per_tile = std::min(kPanelRows, ceil_div(ceil_div(rows, row_tiles), kernels.strip_rows) * kernels.strip_rows);
+  const int64_t per_tile =
+      std::min(kPanelRows, ceil_div(ceil_div(rows, row_tiles), kernels.strip_rows) * kernels.strip_rows);
   int64_t panels_per_tile = 1;
   if (row_tiles == 1 && rows <= kernels.strip_rows) {
     panels_per_tile = std::clamp<int64_t>(static_cast<int64_t>(kTileBytes / std::max<size_t>(panel_bytes, 1)), 1,
@@ -200,7 +207,8 @@ size_t PackedLinear::scratch_bytes(int64_t panels_at_once) const {
   return static_cast<size_t>(columns_ * (kPanelRows * panels_at_once + kDepthBlock)) * sizeof(float);
 }
 
-void PackedLinear::multiply(int64_t panel_index, const Rows& x, int64_t row, int64_t rows, float* acc, float* unpacked) const {
+void PackedLinear::multiply(int64_t panel_index, const Rows& x, int64_t row, int64_t rows, float* acc,
+                            float* unpacked) const {
   kernels_->panel_product({.panel = panel(panel_index),
                            .kind = kind_,
                            .depth = in_,

@@ -27,8 +27,10 @@ struct MutableRows {
 class PackedLinear {
  public:
   // Each copies what it is given; `bias` may be null. in_features of quantized kinds is a multiple of kGroup.
-  static PackedLinear from_float(const float* weight, int64_t stride, int64_t out, int64_t in, WeightKind storage, const float* bias);
-  static PackedLinear from_bf16(const Bf16* weight, int64_t stride, int64_t out, int64_t in, WeightKind storage, const float* bias);
+  static PackedLinear from_float(const float* weight, int64_t stride, int64_t out, int64_t in, WeightKind storage,
+                                 const float* bias);
+  static PackedLinear from_bf16(const Bf16* weight, int64_t stride, int64_t out, int64_t in, WeightKind storage,
+                                const float* bias);
   static PackedLinear from_gguf(const uint8_t* blocks, int64_t out, int64_t in, WeightKind kind, const float* bias);
 
   int64_t out_features() const { return out_; }
@@ -38,7 +40,8 @@ class PackedLinear {
   const char* isa() const { return kernels_->name; }
 
   // out = activation(x W^T + bias) + residual; residual null: none, may be out.
-  void run(Pool& pool, const Rows& x, MutableRows out, const float* residual, int64_t residual_stride, Activation activation) const;
+  void run(Pool& pool, const Rows& x, MutableRows out, const float* residual, int64_t residual_stride,
+           Activation activation) const;
   // out = activation(first half of the columns) * second half.
   void run_gated(Pool& pool, const Rows& x, MutableRows out, Activation activation) const;
   // out[0 .. in_features) = row `id` of the weights.
@@ -50,7 +53,9 @@ class PackedLinear {
   void pack_dense(const Source* weight, int64_t stride);
 
   size_t panels() const { return static_cast<size_t>((out_ + columns_ - 1) / columns_); }
-  const uint8_t* panel(int64_t i) const { return static_cast<const uint8_t*>(data_->data()) + static_cast<size_t>(i) * panel_bytes_; }
+  const uint8_t* panel(int64_t i) const {
+    return static_cast<const uint8_t*>(data_->data()) + static_cast<size_t>(i) * panel_bytes_;
+  }
   uint8_t* panel(int64_t i) { return static_cast<uint8_t*>(data_->data()) + static_cast<size_t>(i) * panel_bytes_; }
   const float* bias_at(int64_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
   size_t scratch_bytes(int64_t panels_at_once) const;

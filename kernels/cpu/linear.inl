@@ -7,8 +7,8 @@
 //   Q4_1                [K / 32] { half d[columns]; half m[columns];    uint8 q[32][columns / 2] }
 // where byte i of a 4-bit line holds column i in its low and column i + columns / 2 in its high half.
 //
-// Registers hold the sums of a strip of rows x one panel. The accumulators are arrays indexed by constants only (unroll),
-// so that the compiler keeps them in registers; tests/kernels/test_codegen.py checks that it did.
+// Registers hold the sums of a strip of rows x one panel. The accumulators are arrays indexed by constants only
+// (unroll), so that the compiler keeps them in registers; tests/kernels/test_codegen.py checks that it did.
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
@@ -27,27 +27,43 @@ TWINPLANE_INLINE inline void load_accumulators(F16 (&c)[Rows][kPanelVectors], co
 template <int Rows>
 TWINPLANE_INLINE inline void store_accumulators(const F16 (&c)[Rows][kPanelVectors], float* acc) {
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
-    unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value].store(acc + r.value * kPanelColumns + v.value * 16); });
+    unroll<kPanelVectors>(
+        [&](auto v) TWINPLANE_INLINE { c[r.value][v.value].store(acc + r.value * kPanelColumns + v.value * 16); });
   });
 }
 
 template <int Rows>
-TWINPLANE_INLINE inline void multiply_add(F16 (&c)[Rows][kPanelVectors], const F16 (&w)[kPanelVectors], const StripRows<Rows>& x,
-                                          int64_t k) {
+TWINPLANE_INLINE inline void multiply_add(F16 (&c)[Rows][kPanelVectors], const F16 (&w)[kPanelVectors],
+                                          const StripRows<Rows>& x, int64_t k) {
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
     const F16 a = x.at(r, k);
-    unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(a, w[v.value]); });
+    unroll<kPanelVectors>(
+        [&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(a, w[v.value]); });
   });
 }
 
+// Weights come from memory in one long line; ask for what is needed this much later. (Past the end it asks in vain,
+// which is harmless.)
+inline constexpr int64_t kPrefetchBytes = 4096;
+
+template <int64_t Bytes>
+TWINPLANE_INLINE inline void prefetch(const void* p) {
+  const char* line = static_cast<const char*>(p) + kPrefetchBytes;
+  unroll<static_cast<int>((Bytes + 63) / 64)>([&](auto i)
+                                                  TWINPLANE_INLINE { __builtin_prefetch(line + 64 * i.value); });
+}
+
 template <int Rows, class Weight>
-void dense_strip(const Weight* w, int64_t depth, const float* x, int64_t x_stride, float* acc, bool first) {
+[[gnu::noinline]] void dense_strip(const Weight* w, int64_t depth, const float* x, int64_t x_stride, float* acc,
+                                   bool first) {
   F16 c[Rows][kPanelVectors];
   load_accumulators<Rows>(c, acc, first);
   const StripRows<Rows> rows(x, x_stride);
   for (int64_t k = 0; k < depth; ++k) {
     F16 line[kPanelVectors];
-    unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { line[v.value] = F16::load(w + k * kPanelColumns + v.value * 16); });
+    prefetch<kPanelColumns * sizeof(Weight)>(w + k * kPanelColumns);
+    unroll<kPanelVectors>([&](auto v)
+                              TWINPLANE_INLINE { line[v.value] = F16::load(w + k * kPanelColumns + v.value * 16); });
     multiply_add<Rows>(c, line, rows, k);
   }
   store_accumulators<Rows>(c, acc);
@@ -66,6 +82,7 @@ struct QuantizedGroup {
   const uint8_t* lines;
 
   TWINPLANE_INLINE explicit QuantizedGroup(const uint8_t* group) : lines(group + kScaleBytes) {
+    prefetch<kBytes>(group);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
     unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
       scale[v.value] = F16::load_half(halves + v.value * 16);
@@ -93,7 +110,7 @@ struct QuantizedGroup {
 };
 
 template <int Rows, WeightKind Kind>
-void quantized_strip(const uint8_t* w, int64_t depth, const float* x, int64_t x_stride, float* acc) {
+[[gnu::noinline]] void quantized_strip(const uint8_t* w, int64_t depth, const float* x, int64_t x_stride, float* acc) {
   F16 c[Rows][kPanelVectors];
   load_accumulators<Rows>(c, acc, true);
   for (int64_t k0 = 0; k0 < depth; k0 += kGroup, w += QuantizedGroup<Kind>::kBytes) {

@@ -113,7 +113,7 @@ void Pool::work(int worker) {
   for (;;) {
     seen = wait_for_news(seen);
     if (stopping_) return;
-    ++joined_;                      // [J3]
+    ++joined_;                       // [J3]
     if (open_) claim_tiles(worker);  // [J4]
     if (--joined_ == 0) joined_.notify_one();
   }

@@ -11,7 +11,7 @@ namespace twinplane::kernels::avx2 {
 
 inline constexpr const char* kName = "avx2";
 inline constexpr int kPanelVectors = 1;
-inline constexpr int kStripRows = 6;     // 12 of 16 registers accumulate
+inline constexpr int kStripRows = 6;  // 12 of 16 registers accumulate
 inline constexpr int kUnpackRows = 4;
 inline constexpr int kAccumulators = 6;
 
@@ -78,7 +78,8 @@ struct F16 {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
   }
   bool has_nan() const {
-    return (_mm256_movemask_ps(_mm256_cmp_ps(lo, lo, _CMP_UNORD_Q)) | _mm256_movemask_ps(_mm256_cmp_ps(hi, hi, _CMP_UNORD_Q))) != 0;
+    return (_mm256_movemask_ps(_mm256_cmp_ps(lo, lo, _CMP_UNORD_Q)) |
+            _mm256_movemask_ps(_mm256_cmp_ps(hi, hi, _CMP_UNORD_Q))) != 0;
   }
 
  private:
@@ -87,7 +88,8 @@ struct F16 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
   static __m256 widen(const Bf16* p) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
   }
   static __m256 power(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));

@@ -1,8 +1,8 @@
 // F16, a vector of 16 floats, on AVX-512 (F, BW, VL, DQ).
 //
 // simd_avx512.hpp, simd_avx2.hpp and simd_plain.hpp offer the same class in a namespace each. Nothing here may be a
-// non-inlined function or a template of the standard library: the linker keeps one copy of those, and it might be the one
-// compiled for a newer processor.
+// non-inlined function or a template of the standard library: the linker keeps one copy of those, and it might be the
+// one compiled for a newer processor.
 #pragma once
 
 #include <immintrin.h>
@@ -66,18 +66,16 @@ struct F16 {
   bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
 
  private:
-  static __mmask16 first(int64_t n) {
-    return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : n <= 0 ? 0u : (1u << n) - 1);
-  }
+  static __mmask16 first(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : n <= 0 ? 0u : (1u << n) - 1); }
 };
 
-// The 4-bit numbers of one k of a panel: byte i holds column i in its low and column i + 16 in its high half. The permutation
-// looks at 4 bits of each index only, so it is mask, conversion and offset in one.
+// The 4-bit numbers of one k of a panel: byte i holds column i in its low and column i + 16 in its high half. The
+// permutation looks at 4 bits of each index only, so it is mask, conversion and offset in one.
 template <int Offset>
 inline void load_nibbles(const uint8_t* p, F16 (&out)[kPanelVectors]) {
-  const __m512 table = _mm512_setr_ps(0 - Offset, 1 - Offset, 2 - Offset, 3 - Offset, 4 - Offset, 5 - Offset, 6 - Offset, 7 - Offset,
-                                      8 - Offset, 9 - Offset, 10 - Offset, 11 - Offset, 12 - Offset, 13 - Offset, 14 - Offset,
-                                      15 - Offset);
+  const __m512 table = _mm512_setr_ps(0 - Offset, 1 - Offset, 2 - Offset, 3 - Offset, 4 - Offset, 5 - Offset,
+                                      6 - Offset, 7 - Offset, 8 - Offset, 9 - Offset, 10 - Offset, 11 - Offset,
+                                      12 - Offset, 13 - Offset, 14 - Offset, 15 - Offset);
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   out[0].v = _mm512_permutexvar_ps(bytes, table);
   out[1].v = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);

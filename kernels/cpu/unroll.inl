@@ -1,7 +1,7 @@
 // Loops whose index is a constant of the type system. Included by each isa_*.cpp first.
 //
-// GCC keeps an array of vectors in registers only if every index is a constant when it takes arrays apart, which is before it unrolls
-// loops. So loops over accumulators are unrolled by templates.
+// GCC keeps an array of vectors in registers only if every index is a constant when it takes arrays apart, which is
+// before it unrolls loops. So loops over accumulators are unrolled by templates.
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
