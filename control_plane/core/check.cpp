@@ -92,7 +92,8 @@ void check_sequence(Checker& check, const Sequence& s, const std::optional<Sessi
   const TokenCount computed = s.known() - TokenCount{1};
   check.expect(s.num_pending == TokenCount{0} || s.num_computed == computed, "request ", id, " has a pending token at ",
                computed.value, ", computed are ", s.num_computed.value);
-  check.expect(s.num_pending.value <= session->in_flight().value, "request ", id, " has more pending tokens than steps");
+  check.expect(s.num_pending.value <= session->in_flight().value, "request ", id,
+               " has more pending tokens than steps");
   check.expect(blocks_for(s.num_computed, session->pool.block_size) <= s.num_blocks, "request ", id,
                " computed tokens without blocks");
 }

@@ -75,7 +75,7 @@ void Scheduler::commit(const StepPlan& plan, std::byte* slot, Nanos now) {
   record.rows.clear();
   for (const Scheduled& decode : plan.decodes) {
     Sequence& sequence = *decode.sequence;
-    if (blocks_for(sequence.known(), session_->pool.block_size) > sequence.num_blocks) add_block(sequence, step);
+    if (sequence.needs_block(session_->pool.block_size)) add_block(sequence, step);
     schedule(decode, 0, record, step);
   }
   for (const Scheduled& chunk : plan.chunks) schedule(chunk, wire::kSeqFlagChunk, record, step);

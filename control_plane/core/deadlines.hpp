@@ -1,4 +1,5 @@
-// The deadlines of all live sequences, earliest first: a binary heap whose members know their place, so that any can leave.
+// The deadlines of all live sequences, earliest first: a binary heap whose members know their place, so that any can
+// leave.
 #pragma once
 
 #include <cassert>

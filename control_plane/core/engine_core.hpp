@@ -110,7 +110,9 @@ class EngineCore {
   // A session's mapping and this plane's ends of its rings.
   struct Link {
     Link(int fd, uint64_t epoch)
-        : mapping(fd, epoch, shm::Plane::kControl), steps(shm::step_writer(mapping)), results(shm::result_reader(mapping)) {}
+        : mapping(fd, epoch, shm::Plane::kControl),
+          steps(shm::step_writer(mapping)),
+          results(shm::result_reader(mapping)) {}
 
     wire::PlaneState& own() const { return mapping.control(); }
 
@@ -149,8 +151,8 @@ class EngineCore {
   uint64_t tick_ns_total_ = 0;
   uint64_t tick_ns_max_ = 0;
 
-  // For peer(): the mapping must not go away while somebody looks. The core locks it only when a session begins or ends,
-  // and for a fault.
+  // For peer(): the mapping must not go away while somebody looks. The core locks it only when a session begins or
+  // ends, and for a fault.
   mutable std::mutex view_mutex_;
   std::shared_ptr<const Link> view_;
   std::string fault_;

@@ -27,7 +27,8 @@ std::optional<Refusal> never_fits(TokenCount prompt_tokens, const RequestParams&
   if (words > max_extra_words) {
     return Refusal{"NEVER_FITS", max_extra_words.value, words.value,
                    "the request's logit_bias, allowed tokens, stop ids and penalty history take " + text(words.value) +
-                       " words, a step carries " + text(max_extra_words.value) + " (max_extra_words); shorten the lists"};
+                       " words, a step carries " + text(max_extra_words.value) +
+                       " (max_extra_words); shorten the lists"};
   }
   return std::nullopt;
 }
@@ -81,8 +82,8 @@ std::optional<Refusal> Gate::judge_queue(TokenCount prompt) const {
                    text(requests) + " requests wait, the limit (max_waiting_requests) is " +
                        text(config_.max_waiting_requests) + "; retry later"};
   }
-  // A request that finds the queue empty is never refused for its length: else one longer than the bound, which the pool could
-  // serve, would be refused for ever.
+  // A request that finds the queue empty is never refused for its length: else one longer than the bound, which the
+  // pool could serve, would be refused for ever.
   const uint64_t tokens = waiting_tokens();
   if (requests != 0 && tokens + prompt.value > config_.max_waiting_tokens) {
     return Refusal{"QUEUE_FULL", config_.max_waiting_tokens, tokens + prompt.value,

@@ -31,8 +31,8 @@ class Gate {
 
   // --- any thread --------------------------------------------------------------------------------------------------
 
-  // Refuses the request, or builds its sequence and gives it to `deliver`. The whole call holds the gate's lock, so after
-  // close() returned nothing more is delivered. May throw std::bad_alloc; then nothing has happened.
+  // Refuses the request, or builds its sequence and gives it to `deliver`. The whole call holds the gate's lock, so
+  // after close() returned nothing more is delivered. May throw std::bad_alloc; then nothing has happened.
   std::optional<Refusal> enter(RequestId id, std::span<const int32_t> prompt, RequestParams params, Nanos now,
                                const std::function<void(std::unique_ptr<Sequence>)>& deliver);
 
@@ -51,7 +51,8 @@ class Gate {
   // A session began; its pool judges from now on. A request judged by the last one is judged again by the core.
   void set_pool(const Pool& pool, WordCount max_extra_words);
 
-  // The bound of the queue counts every request that is not resident: newcomers (counted by enter()) and those put back.
+  // The bound of the queue counts every request that is not resident: newcomers (counted by enter()) and those put
+  // back.
   void join_queue(Sequence& sequence);
   void leave_queue(Sequence& sequence);
 

@@ -5,8 +5,8 @@
 
 namespace twinplane::core {
 
-// A stack that producers push onto and that the consumer takes whole and turns round. Since nobody ever pops a single node,
-// there is no ABA; since a push is one compare-and-swap, there is no moment in which the queue looks broken.
+// A stack that producers push onto and that the consumer takes whole and turns round. Since nobody ever pops a single
+// node, there is no ABA; since a push is one compare-and-swap, there is no moment in which the queue looks broken.
 //
 //   producer                                        consumer
 //     write the nodes, link them

@@ -43,8 +43,8 @@ wire::Capacities to_capacities(const std::vector<uint32_t>& values) {
 }
 
 nb::tuple from_capacities(const wire::Capacities& c) {
-  return nb::make_tuple(c.ring_depth, c.max_rows, c.max_step_tokens, c.max_table_writes, c.max_copies, c.max_extra_words,
-                        c.max_results);
+  return nb::make_tuple(c.ring_depth, c.max_rows, c.max_step_tokens, c.max_table_writes, c.max_copies,
+                        c.max_extra_words, c.max_results);
 }
 
 SessionEnd session_end(bool step_failed) { return step_failed ? SessionEnd::kStepFailed : SessionEnd::kLost; }
@@ -182,7 +182,8 @@ void bind_config(nb::module_& m) {
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
       [](Pool* self, uint32_t num_blocks, uint32_t block_size) {
-        if (num_blocks == 0 || block_size == 0) throw std::invalid_argument("a pool has at least one block of one token");
+        if (num_blocks == 0 || block_size == 0)
+          throw std::invalid_argument("a pool has at least one block of one token");
         new (self) Pool{{num_blocks}, {block_size}};
       },
       nb::kw_only(), "num_blocks"_a, "block_size"_a);
@@ -217,9 +218,8 @@ void bind_engine(nb::module_& m) {
       .def("stop", &EngineCore::stop, Released())
       .def(
           "attach",
-          [](EngineCore& self, int segment_fd, const std::vector<uint32_t>& capacities, uint64_t epoch, const Pool& pool) {
-            self.attach(segment_fd, to_capacities(capacities), epoch, pool);
-          },
+          [](EngineCore& self, int segment_fd, const std::vector<uint32_t>& capacities, uint64_t epoch,
+             const Pool& pool) { self.attach(segment_fd, to_capacities(capacities), epoch, pool); },
           "segment_fd"_a, "capacities"_a, "epoch"_a, "pool"_a, Released())
       .def("activate", &EngineCore::activate, Released())
       .def(

@@ -26,10 +26,9 @@ void Planner::deal_to_decodes(const State& state, Residency& residency, Budget& 
       behind_.push_back(i);
       continue;
     }
-    const BlockCount needed = blocks_for(sequence.known(), block_size);
-    const BlockCount growth = needed - std::min(needed, sequence.num_blocks);
-    if (growth != BlockCount{0} && !residency.grow(i)) continue;
-    budget.take_decode(growth);
+    const bool grows = sequence.needs_block(block_size);
+    if (grows && !residency.grow(i)) continue;
+    budget.take_decode({grows});
     plan_.decodes.push_back({&sequence, TokenCount{1}});
   }
 }

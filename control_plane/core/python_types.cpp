@@ -86,18 +86,20 @@ void add_named_tuples(nb::module_& module) {
 
 nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
   const size_t count = to - from;
-  const bool has_logprobs = s.logprobs != nullptr;
   const std::span<const int32_t> tokens(s.tokens.get() + s.prompt_tokens.value + from, count);
-  // Which fields may be read when: request.hpp, "shared with the poller". A request that ends before it is scheduled has
-  // no times.
+  nb::list logprobs, ranks;
+  for (size_t i = from; i < to && s.choices != nullptr; ++i) {
+    logprobs.append(s.choices[i].logprob);
+    ranks.append(s.choices[i].rank);
+  }
+  // Which fields may be read when: request.hpp. A request that ends before it is scheduled has no times.
   const bool has_token = to != 0;
-  return nb::handle(event_type)(
-      s.id.value, to_list(tokens), to_list(std::span<const float>(s.logprobs.get() + from, has_logprobs ? count : 0)),
-      to_list(std::span<const uint32_t>(s.ranks.get() + from, has_logprobs ? count : 0)),
-      static_cast<int>(is_last ? s.finish : FinishReason::kNone), is_last ? s.match : -1, s.cached_tokens.value,
-      is_last ? s.preemptions : 0, is_last || has_token ? between(s.submitted, s.first_scheduled) : 0,
-      has_token ? between(s.first_scheduled, s.first_token) : 0,
-      is_last && has_token ? between(s.first_token, s.last_token) : 0);
+  return nb::handle(event_type)(s.id.value, to_list(tokens), logprobs, ranks,
+                                static_cast<int>(is_last ? s.finish : FinishReason::kNone), is_last ? s.match : -1,
+                                s.cached_tokens.value, is_last ? s.preemptions : 0,
+                                is_last || has_token ? between(s.submitted, s.first_scheduled) : 0,
+                                has_token ? between(s.first_scheduled, s.first_token) : 0,
+                                is_last && has_token ? between(s.first_token, s.last_token) : 0);
 }
 
 nb::object to_refusal(const std::optional<Refusal>& refusal) {
@@ -111,9 +113,9 @@ nb::object to_stats(const Stats& s, uint64_t refused) {
   const uint64_t cached = s.blocks_total - s.blocks_free - s.blocks_referenced - s.blocks_fenced;
   return nb::handle(stats_type)(s.running, s.waiting, s.waiting_tokens, s.blocks_total, s.blocks_free, cached,
                                 s.blocks_referenced, s.blocks_fenced, c.steps_sent, c.steps_retired, c.tokens_emitted,
-                                c.prompt_tokens_computed, c.preemptions,
-                                to_list(std::span<const uint64_t>(c.finished)), refused, c.ticks, s.tick_ns_total,
-                                s.tick_ns_max, c.host_gap_ns, s.missed_wakes, c.last_step_ns);
+                                c.prompt_tokens_computed, c.preemptions, to_list(std::span<const uint64_t>(c.finished)),
+                                refused, c.ticks, s.tick_ns_total, s.tick_ns_max, c.host_gap_ns, s.missed_wakes,
+                                c.last_step_ns);
 }
 
 nb::dict to_dict(const std::optional<PeerView>& peer) {

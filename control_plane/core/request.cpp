@@ -37,18 +37,15 @@ Sequence::Sequence(RequestId request, std::span<const int32_t> prompt, RequestPa
     : num_tokens{static_cast<uint32_t>(prompt.size())},
       limit(num_tokens + request_params.max_tokens),
       prompt_tokens(num_tokens),
-      priority(request_params.priority),
-      stops(sorted_stops(request_params)),
       stops_from(request_params.min_tokens),
+      stops(sorted_stops(request_params)),
       id(request),
+      priority(request_params.priority),
       params(std::move(request_params)),
       submitted(now) {
   tokens = std::make_unique_for_overwrite<int32_t[]>(limit.value);
   std::ranges::copy(prompt, tokens.get());
-  if (params.logprobs) {
-    logprobs = std::make_unique_for_overwrite<float[]>(params.max_tokens.value);
-    ranks = std::make_unique_for_overwrite<uint32_t[]>(params.max_tokens.value);
-  }
+  if (params.logprobs) choices = std::make_unique_for_overwrite<Choice[]>(params.max_tokens.value);
   fit_blocks(block_size);
 }
 
@@ -62,10 +59,7 @@ void Sequence::fit_blocks(TokenCount block_size) {
 
 FinishReason Sequence::append(int32_t token, float logprob, uint32_t rank) {
   assert(num_pending.value != 0 && num_tokens < limit);
-  if (logprobs != nullptr) {
-    logprobs[emitted().value] = logprob;
-    ranks[emitted().value] = rank;
-  }
+  if (choices != nullptr) choices[emitted().value] = {logprob, rank};
   tokens[num_tokens.value] = token;
   ++num_tokens;
   --num_pending;

@@ -1,5 +1,5 @@
-// A request as the core holds it. Everything it will ever need is allocated by the submitting thread, in the constructor;
-// the tick only fills it in, and the polling thread frees it (INV-11).
+// A request as the core holds it. Everything it will ever need is allocated by the submitting thread, in the
+// constructor; the tick only fills it in, and the polling thread frees it (INV-11).
 #pragma once
 
 #include <atomic>
@@ -30,6 +30,12 @@ struct Sampling {
   bool has_penalties() const {
     return repetition_penalty != 1.0f || presence_penalty != 0.0f || frequency_penalty != 0.0f;
   }
+};
+
+// How likely the chosen token was.
+struct Choice {
+  float logprob;
+  uint32_t rank;  // 1 = the likeliest
 };
 
 // A token that ends its sequence, and what it is then called.
@@ -79,6 +85,10 @@ struct alignas(64) Sequence {
   TokenCount kv_limit() const { return limit - TokenCount{1}; }
   // The token that ends it by length is in flight: there is nothing left to compute.
   bool ends_in_flight() const { return known() == limit; }
+  // Its blocks do not hold all known tokens: a decode that enters a new one.
+  bool needs_block(TokenCount block_size) const {
+    return known().value > uint64_t{num_blocks.value} * block_size.value;
+  }
   // Positions to own before it is resident: the known tokens and the next one, so that it reaches its next token
   // without asking for more (INV-7).
   TokenCount admission_tokens() const { return std::min(known() + TokenCount{1}, kv_limit()); }
@@ -97,9 +107,10 @@ struct alignas(64) Sequence {
   // Makes the block list long enough for another block size. Allocates only if that is smaller than the last one.
   void fit_blocks(TokenCount block_size);
 
-  // --- touched by every tick ---------------------------------------------------------------------------------------
+  // --- first cache line: read by every plan, written by every token ------------------------------------------------
   std::unique_ptr<int32_t[]> tokens;  // [limit]
-  std::unique_ptr<BlockId[]> blocks;  // [blocks_for(kv_limit)], in order of position
+  std::unique_ptr<BlockId[]> blocks;  // [block_capacity], in order of position
+  std::unique_ptr<Choice[]> choices;  // [max_tokens], or null if not asked for; below `published` the poller may read
   TokenCount num_tokens;              // prompt + emitted
   TokenCount num_pending;             // sampled by steps in flight
   TokenCount num_computed;            // by the steps sent so far
@@ -107,39 +118,39 @@ struct alignas(64) Sequence {
   RowId row = kNoRow;  // its seat; after it left the device, the seat steps in flight still name
   TokenCount limit;    // prompt + max_tokens
   TokenCount prompt_tokens;
+  TokenCount stops_from;  // output tokens before a stop token counts (min_tokens)
   SequenceState state = SequenceState::kWaiting;
   bool is_protected = false;  // resumed and no token emitted since: may not be preempted (INV-7)
   uint8_t failed_steps = 0;   // consecutive failed steps it was in
+  bool is_in_batch = false;   // of events being collected
 
-  // --- place in the queues -----------------------------------------------------------------------------------------
-  uint64_t arrival = 0;  // kept for life, whatever happens (A05)
-  int32_t priority;
-  uint32_t deadline_slot = 0;     // index in the deadline heap
-  TokenCount queued_tokens;       // what it counts for in the bound of the waiting queue
-  bool was_resident = false;      // has been admitted before
-  std::vector<StopToken> stops;   // sorted by token
-  TokenCount stops_from;          // output tokens before a stop token counts (min_tokens)
-  BlockCount block_capacity;      // length of `blocks`
+  // --- second cache line: handing tokens over ----------------------------------------------------------------------
+  alignas(64) std::vector<StopToken> stops;  // sorted by token
+  Sequence* next_in_batch = nullptr;         // link of that batch
+  std::atomic<uint32_t> published{0};        // output tokens the poller may read
+  std::atomic<uint32_t> handoff{0};          // see event_queue.hpp
+  Sequence* next_event = nullptr;            // link; belongs to whoever the handoff says
+  // Read by the poller with the last event only: written for the last time before the end is announced.
+  Nanos last_token;
+  FinishReason finish = FinishReason::kNone;
+  int32_t match = -1;
+
+  // --- the rest: coming, going, and what the poller may read with any event, because it is final before the first
+  // token is published
   RequestId id;
+  int32_t priority;
+  uint64_t arrival = 0;        // kept for life, whatever happens (A05)
+  uint32_t deadline_slot = 0;  // index in the deadline heap
+  TokenCount queued_tokens;    // what it counts for in the bound of the waiting queue
+  BlockCount block_capacity;   // length of `blocks`: blocks_for(kv_limit)
+  bool was_resident = false;   // has been admitted before
   RequestParams params;
-
-  // --- shared with the poller --------------------------------------------------------------------------------------
-  // Written before the first token is published, then never again: the poller may read them with any event.
   Nanos submitted;
   Nanos first_scheduled;
   Nanos first_token;
   TokenCount cached_tokens;
-  // Written for the last time before the end is announced: the poller may read them with the last event.
-  Nanos last_token;
-  uint32_t preemptions = 0;
-  FinishReason finish = FinishReason::kNone;
-  int32_t match = -1;
-  std::unique_ptr<float[]> logprobs;  // [max_tokens], or null; entries below `published` are the poller's to read
-  std::unique_ptr<uint32_t[]> ranks;  // likewise
-  std::atomic<uint32_t> published{0};  // output tokens the poller may read
-  std::atomic<uint32_t> handoff{0};    // see event_queue.hpp
-  Sequence* next_event = nullptr;      // link; belongs to whoever the handoff says
-  uint32_t reported = 0;               // output tokens the poller has reported; the poller's alone
+  uint32_t preemptions = 0;  // with the last event only
+  uint32_t reported = 0;     // output tokens the poller has reported; the poller's alone
 };
 
 }  // namespace twinplane::core

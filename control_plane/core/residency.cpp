@@ -5,8 +5,8 @@ namespace twinplane::core {
 namespace {
 
 // One block is kept free for so many resident sequences when another one is admitted. A sequence enters a block every
-// block_size tokens, so this lets the present ones grow for about block_size / kResidentsPerReservedBlock steps before anyone
-// has to yield; without it, admission and preemption would take turns.
+// block_size tokens, so this lets the present ones grow for about block_size / kResidentsPerReservedBlock steps before
+// anyone has to yield; without it, admission and preemption would take turns.
 constexpr size_t kResidentsPerReservedBlock = 4;
 
 }  // namespace
@@ -33,8 +33,8 @@ bool Residency::grow(size_t index) {
   return true;
 }
 
-// The latest arrival that is not protected yields, but never one that is served before the one who asks (INV-7). False if
-// the one who asks has to do without: it waits, or it yielded itself.
+// The latest arrival that is not protected yields, but never one that is served before the one who asks (INV-7). False
+// if the one who asks has to do without: it waits, or it yielded itself.
 bool Residency::yield_one_behind(size_t index) {
   while (unasked_ > index + 1) {
     --unasked_;
@@ -44,8 +44,8 @@ bool Residency::yield_one_behind(size_t index) {
     }
   }
   // Everyone behind yielded already, or is protected. A protected one owns all it needs to emit its next token and
-  // then loses its protection, so waiting for it is finite. With nobody left behind, the one who asks is itself the latest
-  // arrival; but the first in line never yields.
+  // then loses its protection, so waiting for it is finite. With nobody left behind, the one who asks is itself the
+  // latest arrival; but the first in line never yields.
   bool is_last = true;
   for (size_t i = index + 1; i < state_.running.size(); ++i) is_last = is_last && plan_.yields.test(i);
   if (is_last && index != 0 && !state_.running[index].is_protected) yield(index);

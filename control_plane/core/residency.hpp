@@ -14,11 +14,12 @@ class Residency {
   // Victims go into the plan.
   Residency(const State& state, StepPlan& plan);
 
-  // The running sequence at `index` of the line enters a new block: true if one is set aside for it. Otherwise it is not in this
-  // step, because it waits for blocks that come free or because it yields itself. Asked in serving order.
+  // The running sequence at `index` of the line enters a new block: true if one is set aside for it. Otherwise it is
+  // not in this step, because it waits for blocks that come free or because it yields itself. Asked in serving order.
   bool grow(size_t index);
 
-  // Sets a row and blocks aside for a waiting sequence: true if there are enough. Asked in serving order, after all growth.
+  // Sets a row and blocks aside for a waiting sequence: true if there are enough. Asked in serving order, after all
+  // growth.
   bool admit(const Sequence& sequence);
 
   // A resident sequence is short of memory: nobody else comes in.

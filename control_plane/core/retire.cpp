@@ -1,4 +1,5 @@
-// Results: tokens to their sequences, and the fences of retired steps opened. What the peer wrote is checked before it is used.
+// Results: tokens to their sequences, and the fences of retired steps opened. What the peer wrote is checked before it
+// is used.
 #include <cstring>
 
 #include "control_plane/core/scheduler.hpp"
@@ -21,7 +22,8 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
   const wire::ResultSlotLayout layout(session_->capacities);
   wire::ResultHeader header;
   std::memcpy(&header, slot + layout.header, sizeof(header));
-  if (session_->in_flight() == StepSeq{0}) fault("a result of step " + text(header.step) + ", but no step is in flight");
+  if (session_->in_flight() == StepSeq{0})
+    fault("a result of step " + text(header.step) + ", but no step is in flight");
   if (header.step != session_->retired.value) {
     fault("a result of step " + text(header.step) + ", but the oldest in flight is " + text(session_->retired.value));
   }

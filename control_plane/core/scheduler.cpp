@@ -105,8 +105,8 @@ void Scheduler::expire(Nanos now) {
 
 // --- the one way out -------------------------------------------------------------------------------------------------
 
-// Every end, in whatever state, for whatever reason. Steps in flight may still name its row and blocks; those retire behind the
-// fence, and the late token finds no owner. Nothing names the sequence itself any more.
+// Every end, in whatever state, for whatever reason. Steps in flight may still name its row and blocks; those retire
+// behind the fence, and the late token finds no owner. Nothing names the sequence itself any more.
 void Scheduler::end(Sequence& sequence, FinishReason reason) {
   if (sequence.state == SequenceState::kRunning) {
     population_.running.erase(sequence);

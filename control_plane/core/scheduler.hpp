@@ -1,5 +1,6 @@
-// The scheduler: requests in, steps down, results up, events out. No thread, no clock, no ring: EngineCore gives it those, and
-// so do tests and the simulator. Contract: control_plane/CONTRACT.md. Not thread-safe; one thread at a time is "the core".
+// The scheduler: requests in, steps down, results up, events out. No thread, no clock, no ring: EngineCore gives it
+// those, and so do tests and the simulator. Contract: control_plane/CONTRACT.md. Not thread-safe; one thread at a time
+// is "the core".
 #pragma once
 
 #include <array>
@@ -51,8 +52,8 @@ class Scheduler {
   void attach(const Pool& pool, const wire::Capacities& capacities);
 
   // The data plane is gone, with all it held. What ran goes back to its place in the queue, to be computed again;
-  // steps in flight are forgotten. After kStepFailed, whoever was in the oldest of them for the second time running ends.
-  // Without a session, nothing.
+  // steps in flight are forgotten. After kStepFailed, whoever was in the oldest of them for the second time running
+  // ends. Without a session, nothing.
   void detach(SessionEnd end);
 
   bool is_attached() const { return session_.has_value(); }
@@ -73,8 +74,8 @@ class Scheduler {
   // Less than `depth` steps are in flight and the session is sound.
   bool can_send() const;
 
-  // Plans and commits one step into `slot` (StepSlotLayout of the session's capacities). False if there is nothing to send; the slot is
-  // then untouched, but deadlines were honoured and sequences may have been preempted.
+  // Plans and commits one step into `slot` (StepSlotLayout of the session's capacities). False if there is nothing to
+  // send; the slot is then untouched, but deadlines were honoured and sequences may have been preempted.
   bool tick(std::byte* slot, Nanos now);
 
   // Takes one result slot, of the oldest step in flight. Throws ProtocolFault naming what is wrong with it.

@@ -27,7 +27,11 @@ struct StepRecord {
 // One attachment of one data plane. Step numbers begin at 0 in each.
 struct Session {
   Session(const Config& config, const Pool& p, const wire::Capacities& c)
-      : pool(p), capacities(c), blocks(p.num_blocks), rows(config.max_rows), records(config.depth, StepRecord(config.max_rows)) {}
+      : pool(p),
+        capacities(c),
+        blocks(p.num_blocks),
+        rows(config.max_rows),
+        records(config.depth, StepRecord(config.max_rows)) {}
 
   StepSeq in_flight() const { return sent - retired; }
   StepRecord& record(StepSeq step) { return records[step.value % records.size()]; }
@@ -46,7 +50,10 @@ struct Session {
 // Who is in the core. Survives sessions.
 struct Population {
   explicit Population(const Config& config)
-      : sequences(config.max_live()), deadlines(config.max_live()), waiting(config.max_live()), running(config.max_rows) {}
+      : sequences(config.max_live()),
+        deadlines(config.max_live()),
+        waiting(config.max_live()),
+        running(config.max_rows) {}
 
   SequenceTable sequences;  // all live ones, owned
   Deadlines deadlines;

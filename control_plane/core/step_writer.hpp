@@ -44,8 +44,8 @@ class StepWriter {
     region<wire::TableWrite>(layout_.table_writes)[counts_.num_table_writes++] = {row.value, index.value, block.value};
   }
 
-  // The next scheduled sequence; decodes come before chunks. `known` are the tokens from `position` on that the core knows;
-  // if they are fewer than `num_tokens`, the last one is relayed: the token this row sampled last.
+  // The next scheduled sequence; decodes come before chunks. `known` are the tokens from `position` on that the core
+  // knows; if they are fewer than `num_tokens`, the last one is relayed: the token this row sampled last.
   void schedule(RowId row, TokenCount position, std::span<const int32_t> known, TokenCount num_tokens, uint32_t flags) {
     assert(counts_.num_seqs < capacities_.max_rows);
     assert(counts_.num_tokens + num_tokens.value <= capacities_.max_step_tokens);

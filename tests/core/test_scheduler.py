@@ -312,7 +312,14 @@ def test_options_that_contradict_each_other_are_refused_naming_them() -> None:
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("ring_depth", 3), ("max_rows", 8), ("max_step_tokens", 64), ("max_table_writes", 8 + 32), ("max_extra_words", 128 + 15), ("max_results", 8)],
+    [
+        ("ring_depth", 3),
+        ("max_rows", 8),
+        ("max_step_tokens", 64),
+        ("max_table_writes", 8 + 32),
+        ("max_extra_words", 128 + 15),
+        ("max_results", 8),
+    ],
 )
 def test_a_session_too_small_for_the_scheduler_is_refused_naming_the_capacity(name: str, least: int) -> None:
     config = _core.CoreConfig(max_rows=8, max_step_tokens=64, max_model_len=128, depth=2)

@@ -1,7 +1,7 @@
-// Measures what the scheduler adds to every step: accept newcomers + retire a result + plan and commit the next step + hand events
-// over. A steady mixture of decodes, block growth, finishes and admissions; results are made up outside the timed part,
-// and so is what other threads do (submitting, polling).
-// Usage: tick_bench RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT; prints one JSON object.
+// Measures what the scheduler adds to every step: accept newcomers + retire a result + plan and commit the next step +
+// hand events over. A steady mixture of decodes, block growth, finishes and admissions; results are made up outside the
+// timed part, and so is what other threads do (submitting, polling). Usage: tick_bench RUNNING TICKS PROMPT OUTPUT
+// BLOCK_SIZE DEPTH POOL_PERCENT; prints one JSON object.
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -193,7 +193,8 @@ class Bench {
     uint32_t count = 0;
     for (uint32_t i = 0; i < header.num_seqs; ++i) {
       if ((seqs[i].flags & wire::kSeqFlagSamples) == 0) continue;
-      entries[count++] = {.row = seqs[i].row, .token = static_cast<int32_t>(dice_() % kEos), .logprob = -1, .rank = 1, .flags = 0};
+      entries[count++] = {
+          .row = seqs[i].row, .token = static_cast<int32_t>(dice_() % kEos), .logprob = -1, .rank = 1, .flags = 0};
     }
     wire::ResultHeader result{};
     result.step = header.step;
@@ -212,7 +213,9 @@ class Bench {
   void report() {
     std::ranges::sort(times_ns_);
     const auto at = [this](double share) {
-      return static_cast<double>(times_ns_[std::min(times_ns_.size() - 1, static_cast<size_t>(share * static_cast<double>(times_ns_.size())))]) / 1e3;
+      return static_cast<double>(times_ns_[std::min(
+                 times_ns_.size() - 1, static_cast<size_t>(share * static_cast<double>(times_ns_.size())))]) /
+             1e3;
     };
     const double ticks = options_.ticks;
     const Counters& after = scheduler_.counters();
@@ -221,7 +224,8 @@ class Bench {
     std::printf(
         "{\"running\": %u, \"ticks\": %u, \"p50_us\": %.3f, \"p99_us\": %.3f, \"p999_us\": %.3f, \"max_us\": %.3f, "
         "\"allocations_per_tick\": %.6f, \"syscalls_per_tick\": ",
-        options_.running, options_.ticks, at(0.5), at(0.99), at(0.999), at(1.0), static_cast<double>(heap_operations) / ticks);
+        options_.running, options_.ticks, at(0.5), at(0.99), at(0.999), at(1.0),
+        static_cast<double>(heap_operations) / ticks);
     if (has_watch_) {
       std::printf("%.6f", static_cast<double>(system_calls) / ticks);
     } else {
@@ -230,8 +234,9 @@ class Bench {
     std::printf(
         ", \"sequences_per_step\": %.2f, \"finishes_per_tick\": %.4f, \"admissions_per_tick\": %.4f, "
         "\"table_writes_per_tick\": %.4f, \"preemptions_per_tick\": %.5f}\n",
-        static_cast<double>(seqs_) / ticks, static_cast<double>(finished) / ticks, static_cast<double>(admissions_) / ticks,
-        static_cast<double>(growths_) / ticks, static_cast<double>(after.preemptions - before_.preemptions) / ticks);
+        static_cast<double>(seqs_) / ticks, static_cast<double>(finished) / ticks,
+        static_cast<double>(admissions_) / ticks, static_cast<double>(growths_) / ticks,
+        static_cast<double>(after.preemptions - before_.preemptions) / ticks);
   }
 
   static constexpr int32_t kEos = 32'000;  // never sampled
@@ -260,7 +265,8 @@ class Bench {
 }  // namespace twinplane::core
 
 int main(int argc, char** argv) {
-  if (argc != 8) return std::fprintf(stderr, "usage: %s RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT\n", argv[0]), 2;
+  if (argc != 8)
+    return std::fprintf(stderr, "usage: %s RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT\n", argv[0]), 2;
   uint32_t values[7];
   for (int i = 0; i < 7; ++i) values[i] = static_cast<uint32_t>(std::strtoul(argv[i + 1], nullptr, 10));
   const twinplane::core::Options options{values[0], values[1], values[2], values[3], values[4], values[5], values[6]};

@@ -1,5 +1,5 @@
-// The engine's thread under fire, for ThreadSanitizer: producers submit and cancel, a poller reads, data planes come and go,
-// and at the end the core is stopped. Every request must end exactly once, with the tokens it gets alone.
+// The engine's thread under fire, for ThreadSanitizer: producers submit and cancel, a poller reads, data planes come
+// and go, and at the end the core is stopped. Every request must end exactly once, with the tokens it gets alone.
 // Usage: engine_stress SECONDS
 #include <poll.h>
 #include <sys/mman.h>
@@ -153,7 +153,8 @@ void read_events(EngineCore& core, Ledger& ledger, const std::atomic<bool>& stop
   while (!stop.load()) {
     pollfd readable{.fd = core.event_fd(), .events = POLLIN, .revents = 0};
     poll(&readable, 1, 20);
-    core.poll([&](const Sequence& s, uint32_t from, uint32_t to, bool is_last) { ledger.record(s, from, to, is_last); });
+    core.poll(
+        [&](const Sequence& s, uint32_t from, uint32_t to, bool is_last) { ledger.record(s, from, to, is_last); });
   }
 }
 

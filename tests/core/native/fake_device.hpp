@@ -1,5 +1,6 @@
 // A data plane for native tests: executes steps on KV slots that hold (position, token), and answers with a hash of the
-// tokens it reads back through the block table. Any wrong position, table entry, relay or reused block ends in a wrong token.
+// tokens it reads back through the block table. Any wrong position, table entry, relay or reused block ends in a wrong
+// token.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,14 @@
 
 namespace twinplane::core::testing {
 
-#define REQUIRE(condition, ...)                                                 \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);      \
-      std::fprintf(stderr, __VA_ARGS__);                                        \
-      std::fputc('\n', stderr);                                                 \
-      std::abort();                                                             \
-    }                                                                           \
+#define REQUIRE(condition, ...)                                            \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fputc('\n', stderr);                                            \
+      std::abort();                                                        \
+    }                                                                      \
   } while (false)
 
 inline constexpr uint32_t kVocab = 40;
@@ -68,8 +69,15 @@ class FakeDevice {
       REQUIRE(rows_.at(writes[i].row).table.emplace(writes[i].index, writes[i].block).second, "row %u", writes[i].row);
     }
     auto& out = *reinterpret_cast<wire::ResultHeader*>(result + result_layout_.header);
-    out = {.step = header.step, .received_ns = 0, .finished_ns = 1, .apply_us = 0, .forward_us = 0, .sample_us = 0,
-           .status = wire::kStepStatusOk, .num_entries = 0, .last = 1};
+    out = {.step = header.step,
+           .received_ns = 0,
+           .finished_ns = 1,
+           .apply_us = 0,
+           .forward_us = 0,
+           .sample_us = 0,
+           .status = wire::kStepStatusOk,
+           .num_entries = 0,
+           .last = 1};
     auto* entries = reinterpret_cast<wire::ResultEntry*>(result + result_layout_.entries);
     const auto* seqs = at<wire::SeqEntry>(step, step_layout_.seqs);
     const auto* tokens = at<int32_t>(step, step_layout_.token_ids);

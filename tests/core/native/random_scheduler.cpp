@@ -1,5 +1,6 @@
-// Drives the scheduler with random requests, cancels, late results, deadlines and lost data planes, under a sanitizer and with
-// asserts on; checks conservation after every move and every token at the end. Usage: random_scheduler SEED ROUNDS
+// Drives the scheduler with random requests, cancels, late results, deadlines and lost data planes, under a sanitizer
+// and with asserts on; checks conservation after every move and every token at the end. Usage: random_scheduler SEED
+// ROUNDS
 #include <deque>
 #include <map>
 #include <memory>
@@ -22,7 +23,8 @@ struct Expected {
 
 class Driver {
  public:
-  explicit Driver(uint64_t seed) : dice_(seed), config_(random_config()), gate_(config_), scheduler_(config_, gate_, events_) {
+  explicit Driver(uint64_t seed)
+      : dice_(seed), config_(random_config()), gate_(config_), scheduler_(config_, gate_, events_) {
     attach();
   }
 
@@ -73,9 +75,12 @@ class Driver {
   void move() {
     now_ += Nanos{1};
     switch (roll(0, 19)) {
-      case 0 ... 4: return submit();
-      case 5: return void(scheduler_.cancel({roll(0, next_id_)}));
-      case 6: return poll();
+      case 0 ... 4:
+        return submit();
+      case 5:
+        return void(scheduler_.cancel({roll(0, next_id_)}));
+      case 6:
+        return poll();
       case 7:
         if (roll(0, 9) != 0) return;
         if (scheduler_.is_attached()) {
@@ -84,7 +89,8 @@ class Driver {
           attach();
         }
         return;
-      case 8 ... 13: return void(tick());
+      case 8 ... 13:
+        return void(tick());
       default:
         if (scheduler_.is_attached() && !in_flight_.empty()) retire();
     }
