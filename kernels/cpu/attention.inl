@@ -7,8 +7,12 @@
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
-// Vectors per row so that rows x vectors accumulators fit the registers: a power of two, at most 4.
-constexpr int vectors_per_row(int rows) { return 4 * rows <= kAccumulators ? 4 : 2 * rows <= kAccumulators ? 2 : 1; }
+// Vectors per row such that the sums, one line of keys or values and one broadcast fit the registers.
+constexpr int vectors_per_row(int rows) {
+  int vectors = 4;
+  while (vectors > 1 && rows * vectors + vectors + 1 > kRegisters) vectors /= 2;
+  return vectors;
+}
 
 // Keys of one partition that any row of the tile may see, relative to the partition's first key. `base` is the first
 // score computed: a whole vector starts at a key divisible by 16.
@@ -39,10 +43,16 @@ inline const Element* key_tile(const AttentionTile& t, int64_t key) {
          key % t.block_size / 16 * t.head_dim * 16;
 }
 
-// scores[row][16 * i ..] for Vectors key tiles, Rows rows.
+template <class Element>
+inline const Element* value_line(const AttentionTile& t, int64_t block, int64_t offset) {
+  return static_cast<const Element*>(t.values) + t.table[block] * t.value_block_stride + offset * t.value_dim;
+}
+
+// scores[row][16 * i ..] for Vectors key tiles, Rows rows. Meanwhile the tiles `next` are fetched: blocks are
+// scattered, so the processor can not guess them.
 template <class Element, int Rows, int Vectors>
 [[gnu::noinline]] void score_strip(const float* query, int64_t head_dim, const Element* const (&tiles)[Vectors],
-                                   float* scores) {
+                                   const Element* const (&next)[Vectors], float* scores) {
   F16 c[Rows][Vectors];
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = F16::zero(); });
@@ -50,7 +60,10 @@ template <class Element, int Rows, int Vectors>
   const StripRows<Rows> rows(query, head_dim);
   for (int64_t d = 0; d < head_dim; ++d) {
     F16 keys[Vectors];
-    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { keys[v.value] = F16::load(tiles[v.value] + d * 16); });
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
+      __builtin_prefetch(next[v.value] + d * 16);
+      keys[v.value] = F16::load(tiles[v.value] + d * 16);
+    });
     unroll<Rows>([&](auto r) TWINPLANE_INLINE {
       const F16 q = rows.at(r, d);
       unroll<Vectors>(
@@ -63,17 +76,27 @@ template <class Element, int Rows, int Vectors>
   });
 }
 
+// The Vectors key tiles from `key` on. Past the end the last one is repeated; nobody reads the scores it gives.
+template <class Element, int Vectors>
+inline void key_tiles(const AttentionTile& t, const KeyRange& keys, int64_t key,
+                                       const Element* (&tiles)[Vectors]) {
+  for (int v = 0; v < Vectors; ++v) {
+    const int64_t wanted = key + 16 * v < keys.end ? key + 16 * v : keys.end - 1;
+    tiles[v] = key_tile<Element>(t, keys.first + wanted);
+  }
+}
+
 template <class Element, int Rows>
 void score_rows(const AttentionTile& t, const KeyRange& keys, const float* query, float* scores) {
   constexpr int kVectors = vectors_per_row(Rows);
+  if (keys.begin >= keys.end) return;
+  const Element* tiles[kVectors];
+  const Element* next[kVectors];
+  key_tiles(t, keys, keys.base(), next);
   for (int64_t key = keys.base(); key < keys.end; key += 16 * kVectors) {
-    const Element* tiles[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      // Past the end the last tile is computed again; nobody reads those scores.
-      const int64_t wanted = key + 16 * v;
-      tiles[v] = wanted < keys.end ? key_tile<Element>(t, keys.first + wanted) : tiles[0];
-    }
-    score_strip<Element, Rows, kVectors>(query, t.head_dim, tiles, scores + key - keys.base());
+    for (int v = 0; v < kVectors; ++v) tiles[v] = next[v];
+    key_tiles(t, keys, key + 16 * kVectors, next);
+    score_strip<Element, Rows, kVectors>(query, t.head_dim, tiles, next, scores + key - keys.base());
   }
 }
 
@@ -117,11 +140,13 @@ template <class Element, int Rows, int Vectors, bool Masked>
     const int64_t offset = (keys.first + key) % t.block_size;
     const int64_t left = t.block_size - offset;
     const int64_t end = key + left < keys.end ? key + left : keys.end;
-    const Element* line = static_cast<const Element*>(t.values) +
-                          t.table[(keys.first + key) / t.block_size] * t.value_block_stride + offset * t.value_dim +
-                          column;
-    for (; key < end; ++key, line += t.value_dim) {
+    const int64_t block = (keys.first + key) / t.block_size;
+    const Element* line = value_line<Element>(t, block, offset) + column;
+    // The same lines of the next block, or of this one where there is none.
+    const Element* ahead = value_line<Element>(t, end < keys.end ? block + 1 : block, offset) + column;
+    for (; key < end; ++key, line += t.value_dim, ahead += t.value_dim) {
       F16 values[Vectors];
+      unroll<Vectors>([&](auto v) TWINPLANE_INLINE { __builtin_prefetch(ahead + v.value * 16); });
       unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
         values[v.value] = Masked ? F16::load_first(line, width) : F16::load(line + v.value * 16);
       });

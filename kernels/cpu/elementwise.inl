@@ -163,7 +163,7 @@ float sum(const float* values, int64_t count) {
 }
 
 int64_t fma_chain(int64_t rounds, float* sink) {
-  constexpr int kChains = kAccumulators < 12 ? kAccumulators : 12;
+  constexpr int kChains = kRegisters - 2 < 12 ? kRegisters - 2 : 12;
   F16 c[kChains];
   unroll<kChains>([&](auto i) TWINPLANE_INLINE { c[i.value] = F16::broadcast(static_cast<float>(i.value)); });
   const F16 a = F16::broadcast(sink[0]);

@@ -14,6 +14,7 @@ namespace twinplane::kernels::TWINPLANE_ISA {
 
 inline constexpr int kPanelColumns = kPanelVectors * 16;
 static_assert(kPanelColumns <= kMaxPanelColumns && kDepthBlock % kGroup == 0);
+static_assert(kStripRows * kPanelVectors + kPanelVectors + 1 <= kRegisters, "sums, a line of weights, one x");
 
 template <int Rows>
 TWINPLANE_INLINE inline void load_accumulators(F16 (&c)[Rows][kPanelVectors], const float* acc, bool first) {

@@ -13,7 +13,7 @@ inline constexpr const char* kName = "avx2";
 inline constexpr int kPanelVectors = 1;
 inline constexpr int kStripRows = 6;  // 12 of 16 registers accumulate
 inline constexpr int kUnpackRows = 4;
-inline constexpr int kAccumulators = 6;
+inline constexpr int kRegisters = 8;  // of 16 floats: pairs of 256 bits
 
 struct F16 {
   __m256 lo;

@@ -14,10 +14,10 @@
 namespace twinplane::kernels::avx512 {
 
 inline constexpr const char* kName = "avx512";
-inline constexpr int kPanelVectors = 2;   // a panel is so many vectors wide
-inline constexpr int kStripRows = 12;     // 24 of 32 registers accumulate
-inline constexpr int kUnpackRows = 8;     // from more rows on, quantized panels are unpacked first
-inline constexpr int kAccumulators = 24;  // vectors that may be live beside operands
+inline constexpr int kPanelVectors = 2;  // a panel is so many vectors wide
+inline constexpr int kStripRows = 12;    // 24 of 32 registers accumulate
+inline constexpr int kUnpackRows = 8;    // from more rows on, quantized panels are unpacked first
+inline constexpr int kRegisters = 32;    // of 16 floats each
 
 struct F16 {
   __m512 v;

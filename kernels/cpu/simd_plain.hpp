@@ -15,7 +15,7 @@ inline constexpr const char* kName = "plain";
 inline constexpr int kPanelVectors = 1;
 inline constexpr int kStripRows = 4;
 inline constexpr int kUnpackRows = 2;
-inline constexpr int kAccumulators = 4;
+inline constexpr int kRegisters = 8;  // of 16 floats, if there were any
 
 struct F16 {
   float v[kLanes];
