@@ -19,7 +19,7 @@ from twinplane.shared.wire import RESULT_ENTRY, ResultFlag, RowFlag
 Floats = NDArray[np.float32]
 
 # Weights below the first threshold hardly ever matter; 0 is the whole vocabulary.
-_THRESHOLDS = (1e-3, 1e-6, 0.0)
+_THRESHOLDS = (1e-3, 1e-5, 0.0)
 _TINY = float(np.finfo(np.float32).tiny)  # smallest temperature: below it 0 / T could be 0 / 0 where denormals are flushed
 
 
@@ -123,12 +123,21 @@ def draw(logits: Floats, filters: Filters, u: float) -> int:
         np.exp(weights, out=weights)
     total = float(weights.sum(dtype=np.float64))
     for threshold in _THRESHOLDS:
-        ids = np.flatnonzero(weights >= threshold)
-        ids = ids[np.argsort(-weights[ids], kind="stable")]
+        ids = _descending(weights, np.flatnonzero(weights >= threshold))
         token = _draw_from_prefix(ids, weights[ids], total, filters, u, complete=len(ids) == len(weights))
         if token is not None:
             return token
     raise AssertionError("the whole vocabulary is always enough")
+
+
+def _descending(weights: Floats, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`ids` by descending weight, ties by lower id: one sort of integer keys, several times faster than a stable argsort.
+
+    The bits of non-negative floats are ordered as their values; complemented, above the id, they make the key.
+    """
+    keys = (~weights[ids].view(np.uint32)).astype(np.uint64) << np.uint64(32) | ids.astype(np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
 def _draw_from_prefix(ids: NDArray[np.int64], weights: Floats, total: float, filters: Filters, u: float, *, complete: bool) -> int | None:

@@ -7,6 +7,7 @@ A package adds a model by an entry point in the group ``twinplane.models`` whose
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
 from twinplane.data_plane.config import DataPlaneError
@@ -36,10 +37,13 @@ def model_class(card: ModelCard) -> type[Model]:
 
 
 def text_config(card: ModelCard) -> Any:
-    """The transformers config of the (text part of the) model, with that library's defaults filled in.
+    """The config of the (text part of the) model, with transformers' defaults filled in.
 
-    Raises DataPlaneError if transformers does not know the model type.
+    Where the file itself says all a native model reads, it is taken as it is: importing transformers takes seconds, and a data
+    plane that was killed should be back sooner. Raises DataPlaneError if transformers does not know the model type.
     """
+    if card.architecture in NATIVE and (plain := plain_config(card.config)) is not None:
+        return plain
     from transformers import AutoConfig
 
     try:
@@ -48,3 +52,23 @@ def text_config(card: ModelCard) -> Any:
         return AutoConfig.from_pretrained(card.path).get_text_config()
     except (ValueError, KeyError, TypeError) as error:
         raise DataPlaneError(f"{card.path}: transformers can not read the model's config: {error}") from error
+
+
+_REQUIRED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
+
+
+def plain_config(config: dict[str, Any]) -> SimpleNamespace | None:
+    """A Llama-family config as it stands in the file; None where it relies on defaults that only transformers knows."""
+    if any(config.get(key) is None for key in _REQUIRED) or config.get("use_sliding_window"):
+        return None
+    if config["model_type"] == "mistral" and "sliding_window" not in config:
+        return None
+    if config["model_type"] == "qwen3" and config.get("head_dim") is None:
+        return None
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.get("rope_theta") is None or "partial_rotary_factor" in {**config, **rope}:
+        return None
+    sliding = {} if config["model_type"] == "mistral" else {"sliding_window": None}  # without use_sliding_window the others have none
+    defaults = {"tie_word_embeddings": False, "layer_types": None}
+    return SimpleNamespace(**{**defaults, **config, **sliding, "rope_parameters": {"rope_type": kind, "rope_theta": rope["rope_theta"]}})

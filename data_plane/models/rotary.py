@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from twinplane.data_plane.loader import WeightSource
 from twinplane.data_plane.models.base import UnsupportedModelError
 from twinplane.kernels import reference
@@ -39,6 +38,8 @@ class Rotary:
         if kind == "default":
             inv_freq, scale = _default_frequencies(config, float(parameters["rope_theta"])), 1.0
         else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # seconds of imports: only where needed
+
             inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         if source is not None and source.has("rope_freqs.weight"):
             inv_freq = inv_freq / source.take("rope_freqs.weight", tuple(inv_freq.shape), torch.float32)

@@ -8,7 +8,6 @@ import transformers
 from planner import Planner, Request
 from tiny_models import Served, reference_tokens
 from twinplane.data_plane.loader import open_weights
-from twinplane.data_plane.models.registry import text_config
 from twinplane.shared.model_files import read_model_card
 
 pytestmark = pytest.mark.model
@@ -23,7 +22,7 @@ def reference(demo_gguf):
     card = read_model_card(demo_gguf)
     source = open_weights(card)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(text_config(card))
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**card.config))
     state = {name: source.take(name, source.shape(name), torch.float32) for name in source.names()}
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +16,7 @@ from tiny_models import FALLBACK, NATIVE, Served, prompts, reference_tokens
 from twinplane.data_plane.models import registry
 from twinplane.data_plane.models.base import UnsupportedModelError
 from twinplane.data_plane.models.fallback import FallbackModel
-from twinplane.data_plane.models.llama import LlamaModel
+from twinplane.data_plane.models.llama import LlamaModel, LlamaSpec
 from twinplane.shared.model_files import read_model_card
 from twinplane.shared.wire import RowFlag
 
@@ -158,3 +161,30 @@ def test_a_custom_model_registered_by_entry_point_is_used(tmp_path, monkeypatch)
     card = read_model_card(tiny_models.save(tiny_models.make(NATIVE["llama"]()), tmp_path))
     assert registry.model_class(replace(card, architecture="MineForCausalLM")) is Mine
     assert registry.model_class(card) is LlamaModel
+
+
+PLAIN = ["llama", "llama tied", "llama biased", "mistral sliding window", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_a_config_read_without_transformers_means_the_same(family, tmp_path):
+    config = NATIVE[family]()
+    config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    plain = registry.plain_config(raw)
+    assert (plain is not None) == (family in PLAIN)
+    if plain is not None:
+        assert LlamaSpec.from_config(plain) == LlamaSpec.from_config(config)
+        assert plain.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
+    incomplete = {key: value for key, value in raw.items() if key != "rms_norm_eps"}
+    assert registry.plain_config(incomplete) is None
+
+
+def test_a_native_model_is_loaded_without_importing_transformers(demo_gguf):
+    """It would cost a restarted data plane seconds."""
+    code = (
+        "import sys, threading; from twinplane.data_plane.main import DataPlane; from twinplane.data_plane.config import DataPlaneConfig\n"
+        "DataPlane(DataPlaneConfig(model=sys.argv[1], kv_cache_bytes=1 << 20, threads=1), threading.Event())\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(demo_gguf)], check=False, capture_output=True).returncode == 0
