@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # In importlib mode pytest adds no test folder to the path. Only this folder: with its parent on the path, a bare
 # `kernels` would be importable, which transformers reacts to.
@@ -19,7 +19,7 @@ from twinplane.client import AsyncClient
 from twinplane.control_plane.text.tokenizer import Tokenizer, load_tokenizer
 
 # Machines are shared: how long one example takes says nothing.
-settings.register_profile("front", deadline=None)
+settings.register_profile("front", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("front")
 
 
