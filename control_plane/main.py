@@ -28,7 +28,8 @@ logger = log.get_logger(__name__)
 def run(settings: ControlPlaneSettings) -> int:
     """Serve until a signal; returns the process's exit code. Raises ConfigError for what the operator must change."""
     try:
-        return uvloop.run(ControlPlane(settings).serve())
+        code: int = uvloop.run(ControlPlane(settings).serve())
+        return code
     except (ModelFileError, TokenizerError, BindError, InstanceInUseError, SegmentError) as error:
         raise ConfigError([str(error)]) from error
 

@@ -231,12 +231,12 @@ class SessionManager:
         link.close()
 
     def _pages(self) -> tuple[dict[str, int], dict[str, int]]:
-        peer = self._core.peer()
-        return peer["data"], peer["control"]
+        pages: dict[str, dict[str, int]] = self._core.peer()
+        return pages["data"], pages["control"]
 
     def _seconds_in_step(self) -> float:
         """How long the data plane has been in one phase of a step; 0 while it starts or waits for us."""
-        data = self._core.peer()["data"]
+        data, _ = self._pages()
         if data["phase"] in (Phase.STARTING, Phase.IDLE, Phase.STOPPED):
             return 0.0
         return (time.monotonic_ns() - data["phase_since_ns"]) / 1e9
