@@ -32,7 +32,8 @@ def run(
     `prompt` and `output` are mean lengths in tokens; `pool_percent` below 100 makes memory short, so that sequences are preempted.
     Returns ``p50_us``, ``p99_us``, ``p999_us``, ``max_us``; ``allocations_per_tick`` (calls of operator new and delete);
     ``syscalls_per_tick`` (share of ticks with a system call, None where the kernel can not tell: before Linux 5.11 or not x86-64);
-    and what the ticks did: ``sequences_per_step``, ``finishes_per_tick``, ``admissions_per_tick``, ``table_writes_per_tick``, ``preemptions_per_tick``.
+    and what the ticks did: ``sequences_per_step``, ``finishes_per_tick``, ``admissions_per_tick``, ``table_writes_per_tick``,
+    ``preemptions_per_tick``.
     Builds the program if it is not there.
     """
     if not PROGRAM.exists():

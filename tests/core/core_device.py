@@ -170,6 +170,7 @@ class FakeDevice:
         self.capacities = capacities
         self.block_size = block_size
         self.kv = np.full((num_blocks, block_size, 2), -1, np.int64)  # (position, token)
+        self.now_ns = 0  # the clock of whoever drives it
         self.rows: dict[int, Row] = {}
         self.in_flight: list[tuple[Step, set[int]]] = []  # with the blocks the step may touch
         self.sent_tables: dict[int, dict[int, int]] = {}  # block tables as they will be after all sent steps
@@ -251,6 +252,7 @@ class FakeDevice:
         slot = np.zeros(layout.bytes, np.uint8)
         header = slot[layout.header :].view()[: wire.RESULT_HEADER.itemsize].view(wire.RESULT_HEADER)[0]
         header["step"], header["status"], header["num_entries"], header["last"] = step, status, len(entries), last
+        header["finished_ns"] = self.now_ns
         target = slot[layout.entries : layout.entries + len(entries) * wire.RESULT_ENTRY.itemsize].view(wire.RESULT_ENTRY)
         for i, entry in enumerate(entries):
             target[i] = entry

@@ -100,6 +100,7 @@ class Rig:
     def retire(self) -> None:
         """The oldest step in flight is executed and its result taken."""
         self.now += STEP_NS
+        self.device.now_ns = self.now
         self.scheduler.retire(self.device.run_next(), self.now)
         self.check()
         self.check_cancelled_blocks()

@@ -1,6 +1,7 @@
 """What only native code can show: no allocation in a tick, and the core under the sanitizers."""
 
 import importlib.util
+import os
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,8 @@ def test_INV_11_a_tick_allocates_nothing_and_makes_no_system_call(tick: ModuleTy
 def sanitized(sanitizer: str, program: str, *arguments: str) -> None:
     subprocess.run([ROOT / "scripts/native", "control_plane", f"-DTWINPLANE_SANITIZE={sanitizer}"], check=True, capture_output=True)
     path = ROOT / f"build/native-control_plane-{sanitizer}/control_plane" / program
-    result = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"TSAN_OPTIONS": f"suppressions={ROOT / 'tests/core/native/tsan.supp'}"}
+    result = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-8000:]
 
 
