@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import types
+from importlib.util import find_spec
 
 import pytest
+from twinplane.cli.bench import BENCHMARKS
 from twinplane.cli.main import main
 
 
@@ -54,3 +56,14 @@ def test_the_ring_is_really_measured(capsys):
     assert main(["bench", "ring", "--json", "round_trips=50", "rounds=1"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["round_trips"] == 50 and figures["ring_p50_us"] > 0
+
+
+def test_every_benchmark_offered_is_there():
+    assert all(find_spec(f"twinplane.benchmarks.{name}") for name in BENCHMARKS)
+
+
+def test_the_kernels_are_really_measured(capsys):
+    pytest.importorskip("torch")
+    assert main(["bench", "kernels", "--json", "hidden=64", "heads=4", "kv_heads=2", "batch=2", "context=32", "chunk=8", "repeats=3"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert len(figures) == 6 and all(value > 0 for value in figures.values())
