@@ -1,6 +1,7 @@
 // A set of small numbers, one bit each, fixed in size. Scans look at 64 members at a time.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>

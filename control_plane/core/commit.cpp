@@ -1,4 +1,5 @@
 // The second half of a pass: carry out the plan and write the step.
+#include <algorithm>
 #include <bit>
 #include <cassert>
 

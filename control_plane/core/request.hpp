@@ -2,6 +2,7 @@
 // constructor; the tick only fills it in, and the polling thread frees it (INV-11).
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>

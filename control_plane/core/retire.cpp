@@ -1,5 +1,6 @@
 // Results: tokens to their sequences, and the fences of retired steps opened. What the peer wrote is checked before it
 // is used.
+#include <algorithm>
 #include <cstring>
 
 #include "control_plane/core/scheduler.hpp"

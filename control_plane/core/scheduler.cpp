@@ -1,6 +1,7 @@
 #include "control_plane/core/scheduler.hpp"
 
 #include <cassert>
+#include <memory>
 #include <utility>
 
 namespace twinplane::core {

@@ -1,8 +1,10 @@
 // Numbers about the core, and a board on which its thread shows them to the others.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 
 #include "control_plane/core/scheduler.hpp"
