@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -125,9 +124,7 @@ def test_B07_a_sequence_with_nan_fails_alone_and_the_others_are_bit_equal(poison
         assert all(flag == 0 for request in healthy for flag in request.flags)
         return [(r.sampled, r.logprobs) for r in healthy]
 
-    alone, together = answers(False), answers(True)
-    assert [tokens for tokens, _ in alone] == [tokens for tokens, _ in together]
-    np.testing.assert_allclose([p for _, p in alone], [p for _, p in together], atol=1e-4)
+    assert answers(False) == answers(True)  # tokens, and logprobs to the last bit
 
 
 def test_B07_blocks_of_a_failed_sequence_do_not_poison_their_next_owner(poisoned):
