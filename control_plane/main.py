@@ -94,10 +94,10 @@ class ControlPlane:
         )
         server = GrpcServer(engine, model, instance_id=settings.instance)
         async with contextlib.AsyncExitStack() as stack:
-            sessions.open()  # before anything else is visible: a second control plane must leave the first alone
-            stack.push_async_callback(sessions.close)
             engine.start()
             stack.push_async_callback(engine.stop)
+            sessions.open()  # before anything can be seen: a second control plane must leave the first alone
+            stack.push_async_callback(sessions.close)
             await server.start(address_of(settings))
             stack.push_async_callback(server.stop)
             await self._until_stopped(engine, sessions, server)

@@ -27,6 +27,7 @@ from .types import EngineInfo, EngineState
 _WATCH_PERIOD_S = 0.02  # PeerWatch then sees a death within 100 ms
 _REPORT_AFTER_S = 5.0  # in one phase: worth a word in the log
 _REPORT_PERIOD_S = 1.0
+_DRAIN_WAIT_S = 2.0  # for the data plane to finish its step and hang up
 
 logger = log.get_logger(__name__)
 
@@ -81,6 +82,8 @@ class SessionManager:
         self._lock = InstanceLock(instance)
         self._server = LifelineServer(self._lock.names.socket)
         self._link: DataPlaneLink | None = None
+        self._ended = asyncio.Event()  # no session is on
+        self._ended.set()
         self._state = EngineState.WAITING  # of the session, leaving stalls aside
         self._reports = log.Limiter(_REPORT_PERIOD_S)
         # Epochs of all owners of the instance differ: they grow within one, and start from the clock.
@@ -98,19 +101,22 @@ class SessionManager:
         """Serve sessions until :meth:`close`. Raises SegmentError when a segment can not be had."""
         async for link in self._server:
             self._link = link
+            self._ended.clear()
             try:
                 await self._session(link)
             finally:
                 link.close()
                 self._link = None
+                self._ended.set()
 
     async def close(self) -> None:
-        """Ask the data plane to exit, stop listening and give the instance up. Idempotent."""
+        """Ask the data plane to exit, stop listening and give the instance up. Idempotent. The core must still run."""
         if self._link is not None:
             self._link.send(messages.Drain())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._link.closed.wait(), 2.0)
+                await asyncio.wait_for(self._ended.wait(), _DRAIN_WAIT_S)
         self._server.close()
+        await self._ended.wait()
         self._lock.release()
 
     # -------------------------------------------------------------------------------- a session
@@ -209,6 +215,11 @@ class SessionManager:
         stalled_since: float | None = None
         while True:
             await asyncio.sleep(_WATCH_PERIOD_S)
+            fault = self._core.peer()["fault"]
+            if fault:
+                logger.error("data_plane_fault", fault=fault)
+                _kill(link.peer_pid)
+                break
             liveness, now, stuck_s = watch.check(), time.monotonic(), self._seconds_in_step()
             if liveness is Liveness.DEAD:
                 logger.error("data_plane_died", pid=link.hello.pid, seen_by="heartbeat")
@@ -243,7 +254,7 @@ class SessionManager:
 
 
 def _kill(pid: int) -> None:
-    """kill -9 a data plane that does not answer. Its pid comes from SO_PEERCRED, so it is ours or 0 (another PID namespace)."""
+    """kill -9 a data plane that does not answer, or answers nonsense. Its pid is from SO_PEERCRED; 0: in another PID namespace."""
     if pid:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

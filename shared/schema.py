@@ -80,7 +80,7 @@ FLAGS: tuple[Flags, ...] = (
         "RowFlag",
         "Standing properties of a row, fixed when it is opened.",
         (
-            ("GREEDY", 1, "argmax; every sampling parameter but the logit edits is ignored"),
+            ("GREEDY", 1, "argmax of the edited, penalized logits; temperature and filters are ignored"),
             ("LOGPROBS", 2, "return the log-probability and rank of each chosen token"),
         ),
     ),

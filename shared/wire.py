@@ -12,7 +12,7 @@ import numpy as np
 
 MAGIC = 0x454e414c504e5754
 LAYOUT_VERSION = 1
-LAYOUT_HASH = 0x29289ccdea68cb01
+LAYOUT_HASH = 0xe3c9a8862a5e90c1
 PAGE = 4096
 NO_TOKEN = -1
 
@@ -27,7 +27,7 @@ class SeqFlag(enum.IntEnum):
 class RowFlag(enum.IntEnum):
     """Standing properties of a row, fixed when it is opened."""
 
-    GREEDY = 1  # argmax; every sampling parameter but the logit edits is ignored
+    GREEDY = 1  # argmax of the edited, penalized logits; temperature and filters are ignored
     LOGPROBS = 2  # return the log-probability and rank of each chosen token
 
 

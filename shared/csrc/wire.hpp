@@ -10,7 +10,7 @@ namespace twinplane::wire {
 
 inline constexpr uint64_t kMagic = 0x454e414c504e5754;
 inline constexpr uint32_t kLayoutVersion = 1;
-inline constexpr uint64_t kLayoutHash = 0x29289ccdea68cb01;
+inline constexpr uint64_t kLayoutHash = 0xe3c9a8862a5e90c1;
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kCacheLine = 64;
 inline constexpr int32_t kNoToken = -1;
@@ -23,7 +23,7 @@ enum SeqFlag : uint32_t {
 
 // Standing properties of a row, fixed when it is opened.
 enum RowFlag : uint32_t {
-  kRowFlagGreedy = 1,  // argmax; every sampling parameter but the logit edits is ignored
+  kRowFlagGreedy = 1,  // argmax of the edited, penalized logits; temperature and filters are ignored
   kRowFlagLogprobs = 2,  // return the log-probability and rank of each chosen token
 };
 

@@ -98,7 +98,7 @@ def test_C09_the_grace_ends_streams_with_a_status(serve: Serve, prompts: Prompts
         started.append(time.monotonic())
         server.process.terminate()  # type: ignore[union-attr]
 
-    [outcome] = asyncio.run(with_streams(server, [Request(prompts[10], 4000)], terminate, after=1.0))
+    [outcome] = asyncio.run(with_streams(server, [Request(prompts[10], 2800)], terminate, after=1.0))
     assert outcome.error.startswith("UNAVAILABLE") and outcome.tokens
     assert server.process.wait(20) == 0  # type: ignore[union-attr]
     assert time.monotonic() - started[0] < 8
