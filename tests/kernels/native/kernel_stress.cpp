@@ -1,0 +1,183 @@
+// The CPU kernels under the sanitizers: every instruction set, odd sizes at the very end of exactly sized buffers (the
+// address sanitizer sees one element too many), and the pool used and resized by several threads (the thread sanitizer
+// sees a missing ordering). Results are compared to the bit between batch sizes. Aborts on the first thing that is
+// wrong.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "kernels/cpu/attention.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "kernels/cpu/linear.hpp"
+#include "kernels/cpu/pool.hpp"
+
+namespace kernels = twinplane::kernels;
+using kernels::WeightKind;
+using Floats = std::vector<float>;
+
+namespace {
+
+void check(bool good, const char* what) {
+  if (good) return;
+  std::fprintf(stderr, "FAILED (%s): %s\n", kernels::active().name, what);
+  std::abort();
+}
+
+Floats random_floats(int64_t count, uint32_t seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  Floats values(static_cast<size_t>(count));
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+kernels::PackedLinear pack(WeightKind kind, int64_t out, int64_t in, const Floats& bias) {
+  const Floats weight = random_floats(out * in, 1);
+  if (kind == WeightKind::kFloat32 || kind == WeightKind::kBfloat16) {
+    return kernels::PackedLinear::from_float(weight.data(), in, out, in, kind, bias.data());
+  }
+  const int64_t groups = out * in / kernels::kGroup;
+  std::vector<uint8_t> blocks(static_cast<size_t>(groups) * kernels::gguf_block_bytes(kind));
+  kernels::quantize_gguf(weight.data(), groups, kind, blocks.data());
+  return kernels::PackedLinear::from_gguf(blocks.data(), out, in, kind, bias.data());
+}
+
+Floats run(const kernels::PackedLinear& linear, const Floats& x, int64_t rows) {
+  Floats out(static_cast<size_t>(rows * linear.out_features()));
+  const int64_t in = linear.in_features();
+  linear.run(kernels::Pool::instance(), {x.data(), rows, in, in}, {out.data(), linear.out_features()}, nullptr, 0,
+             kernels::Activation::kSilu);
+  return out;
+}
+
+void linear_rows_agree(WeightKind kind, int64_t out, int64_t in) {
+  const kernels::PackedLinear linear = pack(kind, out, in, random_floats(out, 2));
+  constexpr int64_t kRows = 101;
+  const Floats x = random_floats(kRows * in, 3);
+  const Floats all = run(linear, x, kRows);
+  for (int64_t row : {int64_t{0}, int64_t{1}, kRows - 1}) {
+    const Floats one = run(linear, Floats(x.begin() + row * in, x.begin() + (row + 1) * in), 1);
+    check(std::memcmp(one.data(), all.data() + row * out, one.size() * sizeof(float)) == 0,
+          "a row depends on its batch");
+  }
+  Floats gated(static_cast<size_t>(kRows * (out / 2)));
+  if (out % 2 == 0) {
+    linear.run_gated(kernels::Pool::instance(), {x.data(), kRows, in, in}, {gated.data(), out / 2},
+                     kernels::Activation::kGelu);
+  }
+  Floats row(static_cast<size_t>(in));
+  linear.unpack_row(out - 1, row.data());
+}
+
+// A chunk at the end of a context that ends inside its last block, the cache sized exactly.
+void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, int64_t window) {
+  constexpr int64_t kHeads = 6, kKvHeads = 2, kBlock = 16, kChunk = 9;
+  kernels::Pool& pool = kernels::Pool::instance();
+  const int64_t blocks = (context + kBlock - 1) / kBlock;
+  Floats keys(static_cast<size_t>(blocks * kKvHeads * kBlock * head_dim));
+  Floats values(static_cast<size_t>(blocks * kKvHeads * kBlock * value_dim));
+  const kernels::KvCache cache{keys.data(),
+                               values.data(),
+                               false,
+                               blocks,
+                               kKvHeads,
+                               kBlock,
+                               head_dim,
+                               value_dim,
+                               kKvHeads * kBlock * head_dim,
+                               kKvHeads * kBlock * value_dim};
+  std::vector<int64_t> slots(static_cast<size_t>(context));
+  std::vector<int32_t> table(static_cast<size_t>(blocks));
+  for (int64_t i = 0; i < context; ++i) slots[static_cast<size_t>(i)] = (blocks - 1 - i / kBlock) * kBlock + i % kBlock;
+  for (int64_t i = 0; i < blocks; ++i) table[static_cast<size_t>(i)] = static_cast<int32_t>(blocks - 1 - i);
+  const Floats key = random_floats(context * kKvHeads * head_dim, 4);
+  const Floats value = random_floats(context * kKvHeads * value_dim, 5);
+  kernels::write_kv(pool, context, {key.data(), kKvHeads * head_dim}, {value.data(), kKvHeads * value_dim}, cache,
+                    slots.data());
+
+  const int64_t chunk = std::min(kChunk, context);
+  const Floats query = random_floats(chunk * kHeads * head_dim, 6);
+  const auto attend = [&](int64_t first, int64_t count) {
+    const int32_t length = static_cast<int32_t>(context - chunk + first + count);
+    const int32_t starts[] = {0, static_cast<int32_t>(count)};
+    Floats out(static_cast<size_t>(count * kHeads * value_dim));
+    const kernels::AttentionBatch batch{{query.data() + first * kHeads * head_dim, kHeads * head_dim},
+                                        kHeads,
+                                        1,
+                                        table.data(),
+                                        blocks,
+                                        nullptr,
+                                        &length,
+                                        starts,
+                                        0.125f,
+                                        window,
+                                        0.0f,
+                                        nullptr};
+    kernels::paged_attention(pool, batch, cache, {out.data(), kHeads * value_dim});
+    return out;
+  };
+  const Floats whole = attend(0, chunk);
+  for (int64_t i = 0; i < chunk; ++i) {
+    const Floats one = attend(i, 1);
+    check(std::memcmp(one.data(), whole.data() + i * kHeads * value_dim, one.size() * sizeof(float)) == 0,
+          "a query depends on its chunk");
+  }
+}
+
+void elementwise(int64_t dim) {
+  const kernels::Kernels& k = kernels::active();
+  const Floats x = random_floats(dim, 7);
+  const Floats weight = random_floats(dim, 8);
+  Floats out(static_cast<size_t>(dim));
+  k.rms_norm(x.data(), weight.data(), 1e-5f, out.data(), dim);
+  k.layer_norm(x.data(), weight.data(), x.data(), 1e-5f, out.data(), dim);
+  check(k.argmax(x.data(), dim) >= 0, "argmax of finite logits");
+  const int64_t half = dim / 2;
+  k.rotary({out.data(), 1, dim, nullptr, 0, x.data(), weight.data(), half});
+}
+
+void pool_from_several_threads() {
+  const kernels::PackedLinear linear = pack(WeightKind::kFloat32, 70, 64, random_floats(70, 9));
+  const Floats x = random_floats(30 * 64, 10);
+  const Floats want = run(linear, x, 30);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 200; ++round)
+        check(run(linear, x, 30) == want, "concurrent callers disturb each other");
+    });
+  }
+  for (int threads : {1, 4, 2, 3, 1, 4}) {
+    kernels::Pool::instance().set_threads(threads);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+}  // namespace
+
+int main() {
+  kernels::Pool::instance().set_threads(3);
+  for (const char* name : kernels::kInstructionSets) {
+    if (!kernels::select(name)) continue;
+    for (WeightKind kind :
+         {WeightKind::kFloat32, WeightKind::kBfloat16, WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1}) {
+      linear_rows_agree(kind, 66, 320);
+      linear_rows_agree(kind, 33, 32);
+    }
+    linear_rows_agree(WeightKind::kFloat32, 1, 1);
+    linear_rows_agree(WeightKind::kBfloat16, 37, 45);
+    attention_rows_agree(16, 16, 40, 0);
+    attention_rows_agree(20, 7, 600, 0);
+    attention_rows_agree(64, 80, 5, 3);
+    attention_rows_agree(33, 33, 530, 100);
+    for (int64_t dim : {1, 2, 15, 16, 17, 100}) elementwise(dim);
+    pool_from_several_threads();
+    std::printf("%s: clean\n", name);
+  }
+  return 0;
+}

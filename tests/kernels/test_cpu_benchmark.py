@@ -1,0 +1,24 @@
+"""The kernel benchmark runs and says what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_the_benchmark_holds_every_kernel_against_a_measured_ceiling() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
+    spec = importlib.util.spec_from_file_location("kernel_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    lines = module.run(repeats=1, cold_bytes=1)
+    assert {line["kernel"] for line in lines} >= {"linear float32", "linear Q4_1", "linear float32 / torch", "paged attention bfloat16"}
+    for line in lines:
+        assert set(line) == {"kernel", "shape", "achieved", "ceiling", "unit", "share", "goal"}
+        assert line["achieved"] > 0 and line["ceiling"] > 0 and line["unit"] in ("GB/s", "GFLOP/s")
