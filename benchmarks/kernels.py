@@ -17,7 +17,8 @@ from twinplane.kernels import _cpu
 from twinplane.kernels.cpu import ops
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # (out, in) of SmolLM2-135M's layer: qkv, output, gate and up, down
-_COLD_BYTES = 256 << 20  # weights cycled through, so that none stays in the near caches
+_COLD_BYTES = 48 << 20  # weights cycled through, so that none stays in a core's own caches
+_ROWS = (1, 8, 16, 32, 64, 512)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def bench_linear(kind: str, bandwidth: float, fma: float, repeats: int, cold_byt
     lines = []
     for out_features, in_features in SHAPES:
         linears = _linears(kind, out_features, in_features, cold_bytes)
-        for rows in (1, 8, 16, 32, 64, 512):
+        for rows in _ROWS:
             x, out = torch.randn(rows, in_features), torch.empty(rows, out_features)
             seconds = _seconds(lambda x=x, out=out, linears=linears: [linear(x, out) for linear in linears], repeats) / len(linears)  # type: ignore[misc]
             shape = f"{rows}x{in_features} @ {in_features}x{out_features}"
@@ -82,7 +83,7 @@ def bench_against_torch(repeats: int, cold_bytes: int) -> list[Line]:
     for out_features, in_features in SHAPES:
         linears = _linears("float32", out_features, in_features, cold_bytes)
         weights = [torch.randn(out_features, in_features) for _ in linears]
-        for rows in (1, 8, 16, 32, 64, 512):
+        for rows in _ROWS:
             x, out = torch.randn(rows, in_features), torch.empty(rows, out_features)
             ours = _seconds(lambda x=x, out=out, linears=linears: [linear(x, out) for linear in linears], repeats)  # type: ignore[misc]
             torch.set_num_threads(_cpu.threads())
@@ -120,7 +121,7 @@ def bench_attention(dtype: torch.dtype, bandwidth: float, fma: float, repeats: i
     return lines
 
 
-def run(repeats: int = 5, cold_bytes: int = _COLD_BYTES) -> list[dict[str, Any]]:
+def run(repeats: int = 3, cold_bytes: int = _COLD_BYTES) -> list[dict[str, Any]]:
     """Every line as a dict with the keys kernel, shape, achieved, ceiling, unit, share, goal."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@
 #   prepare EXTRA...     installs twinplane (editable) with the given extras, torch and the demo model into .venv
 #
 # Environment:
-#   TWINPLANE_TORCH      what to give pip for torch, e.g. "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   TWINPLANE_TORCH      what to give pip for torch, e.g. "torch==2.13.0 --index-url URL" with the index of CPU builds
 #                        where the default index would bring the (larger) CUDA build and no GPU is there to use it
 #   TWINPLANE_PYTHON     the Python to build .venv from (3.11 or later)
 

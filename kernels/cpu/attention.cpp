@@ -192,7 +192,7 @@ void for_tokens(Pool& pool, int64_t tokens, size_t scratch_bytes, const PerToken
 void paged_attention(Pool& pool, const AttentionBatch& batch, const KvCache& cache, MutableRows out) {
   const Context context{active(), batch, cache, out};
   const std::vector<TileSpec> tiles = plan_tiles(batch, cache);
-  const size_t scratch_bytes = context.kernels.attention_scratch(cache.head_dim, cache.value_dim);
+  const size_t scratch_bytes = context.kernels.attention_scratch(cache.head_dim);
   const bool few = static_cast<int64_t>(tiles.size()) < kTilesPerThread * pool.threads();
   const bool long_contexts = std::any_of(tiles.begin(), tiles.end(),
                                          [](const TileSpec& t) { return t.end_partition - t.first_partition > 1; });

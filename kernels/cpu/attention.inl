@@ -78,8 +78,7 @@ template <class Element, int Rows, int Vectors>
 
 // The Vectors key tiles from `key` on. Past the end the last one is repeated; nobody reads the scores it gives.
 template <class Element, int Vectors>
-inline void key_tiles(const AttentionTile& t, const KeyRange& keys, int64_t key,
-                                       const Element* (&tiles)[Vectors]) {
+inline void key_tiles(const AttentionTile& t, const KeyRange& keys, int64_t key, const Element* (&tiles)[Vectors]) {
   for (int v = 0; v < Vectors; ++v) {
     const int64_t wanted = key + 16 * v < keys.end ? key + 16 * v : keys.end - 1;
     tiles[v] = key_tile<Element>(t, keys.first + wanted);
@@ -181,7 +180,7 @@ void value_rows(const AttentionTile& t, const KeyRange& keys, const float* weigh
   if (column < t.value_dim) value_strip<Element, Rows, 1, true>(t, keys, weights, column, t.value_dim - column, sums);
 }
 
-size_t attention_scratch(int64_t head_dim, int64_t) {
+size_t attention_scratch(int64_t head_dim) {
   return static_cast<size_t>(kAttentionRows * (head_dim + kAttentionSplit)) * sizeof(float);
 }
 

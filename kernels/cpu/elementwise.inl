@@ -157,6 +157,8 @@ int64_t argmax(const float* logits, int64_t vocab) {
 float sum(const float* values, int64_t count) {
   F16 total[4] = {F16::zero(), F16::zero(), F16::zero(), F16::zero()};
   for (int64_t i = 0; i < count; i += 64) {
+    unroll<4>([&](auto v)
+                  TWINPLANE_INLINE { __builtin_prefetch(values + i + v.value * 16 + 1024); });  // as the kernels do
     unroll<4>([&](auto v) TWINPLANE_INLINE { total[v.value] = total[v.value] + F16::load(values + i + v.value * 16); });
   }
   return ((total[0] + total[1]) + (total[2] + total[3])).sum();

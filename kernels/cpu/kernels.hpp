@@ -116,7 +116,7 @@ struct Kernels {
   void (*gated_epilogue)(const GatedEpilogue&);
 
   // Bytes of scratch for attention_partition.
-  size_t (*attention_scratch)(int64_t head_dim, int64_t value_dim);
+  size_t (*attention_scratch)(int64_t head_dim);
   // Keys [partition * kAttentionSplit, + kAttentionSplit) for every row: states[row], sums[row][value_dim].
   void (*attention_partition)(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums,
                               void* scratch);
