@@ -19,7 +19,8 @@ KV cache of one layer
 Same answer, whatever the neighbours (INV-10)
     Each output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction set. A
     linear output is one chain of fused multiply-adds over K in ascending order, for any number of rows. Attention is split at
-    absolute positions (every ATTENTION_SPLIT keys), the parts merged in ascending order.
+    absolute positions (every ATTENTION_SPLIT keys), the parts merged in ascending order. Denormals (below 1.2e-38) count as 0 on
+    x86, whatever the caller's mode.
 """
 
 from collections.abc import Sequence

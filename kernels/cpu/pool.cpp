@@ -36,6 +36,24 @@ bool spin_until(const Condition& done) {
   return done();
 }
 
+// Treats denormals (below 1.2e-38) as zero while it lives, as a guard of the current thread. A softmax over a long
+// context is full of them, and each costs the processor a hundred cycles. Every tile runs under it, so results do not
+// depend on the caller's own mode, which is put back.
+class FlushDenormals {
+#if defined(__x86_64__)
+ public:
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushToZero | kDenormalsAreZero); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  static constexpr unsigned kFlushToZero = 0x8000;
+  static constexpr unsigned kDenormalsAreZero = 0x0040;
+  unsigned before_;
+#endif
+};
+
 }  // namespace
 
 Scratch::~Scratch() { std::free(data_); }
@@ -100,6 +118,7 @@ void Pool::run_job(const Job& job, size_t scratch_bytes) {
 }
 
 void Pool::claim_tiles(int worker) {
+  [[maybe_unused]] const FlushDenormals flush;
   void* scratch = scratch_[static_cast<size_t>(worker)]->data();
   for (;;) {
     const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);

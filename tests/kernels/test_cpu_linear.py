@@ -177,6 +177,13 @@ def test_sizes_are_reported() -> None:
     assert (packed.out_features, packed.in_features, packed.kind, packed.nbytes) == (64, 64, "Q4_1", 64 * 64 // 32 * 20)
 
 
+def test_denormals_count_as_zero_inside_and_the_callers_mode_is_left_alone(isa: str) -> None:
+    """Each would cost the processor a hundred cycles, and the tail of a softmax is full of them."""
+    tiny = torch.full((30, 64), 1e-40)
+    assert not apply(_cpu.PackedLinear(normal(40, 64)), tiny).any()
+    assert (tiny * 2 > 0).all() and tiny.numpy().astype(np.float64).min() > 0
+
+
 def test_no_rows_are_no_work() -> None:
     packed = _cpu.PackedLinear(normal(8, 8))
     assert apply(packed, torch.empty(0, 8)).shape == (0, 8)
