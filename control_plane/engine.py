@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 import numpy as np
+from twinplane.shared import log
 
 from . import _core
 from .types import (
@@ -40,6 +41,8 @@ from .types import (
     Timing,
     UnavailableError,
 )
+
+logger = log.get_logger(__name__)
 
 RETRY_DELAY_S = 1.0  # suggested to clients when the data plane is away or the queue is full
 _RATE_WINDOW_S = 5.0  # window of the generated-tokens-per-second gauge
@@ -120,10 +123,26 @@ class Engine:
         if self._session_state is EngineState.STOPPED:
             return
         self._failure = self._failure or DrainingError("the server is stopping", retry_delay=RETRY_DELAY_S)
+        self._log_figures()
         await asyncio.to_thread(self._core.stop)
         self._pump()
         asyncio.get_running_loop().remove_reader(self._core.event_fd)
         self._set_session_state(EngineState.STOPPED)
+
+    def _log_figures(self) -> None:
+        """What the scheduler did and cost. ``host_gap``: the data plane waited for a step although there was work."""
+        stats = self._core.stats()
+        logger.info(
+            "scheduler",
+            steps=stats.steps_retired,
+            tokens=stats.tokens_emitted,
+            prompt_tokens=stats.prompt_tokens_computed,
+            preemptions=stats.preemptions,
+            tick_us=round(stats.tick_ns_total / 1e3 / max(stats.ticks, 1), 2),
+            tick_max_us=round(stats.tick_ns_max / 1e3, 1),
+            host_gap_us=round(stats.host_gap_ns_total / 1e3 / max(stats.steps_retired, 1), 2),
+            missed_wakes=stats.missed_wakes,
+        )
 
     async def drain(self, grace: float) -> int:
         """Refuse new requests, let live ones finish for ``grace`` seconds, then end the rest with UNAVAILABLE.

@@ -82,6 +82,7 @@ class SessionManager:
         self._lock = InstanceLock(instance)
         self._server = LifelineServer(self._lock.names.socket)
         self._link: DataPlaneLink | None = None
+        self._closing = False
         self._ended = asyncio.Event()  # no session is on
         self._ended.set()
         self._state = EngineState.WAITING  # of the session, leaving stalls aside
@@ -111,6 +112,7 @@ class SessionManager:
 
     async def close(self) -> None:
         """Ask the data plane to exit, stop listening and give the instance up. Idempotent. The core must still run."""
+        self._closing = True
         if self._link is not None:
             self._link.send(messages.Drain())
             with contextlib.suppress(TimeoutError):
@@ -189,7 +191,9 @@ class SessionManager:
         self._enter(EngineState.WAITING)
         await asyncio.to_thread(lambda: self._core.detach(step_failed=True))
         stats = self._core.stats()
-        logger.warning("data_plane_gone", to_recompute=stats.waiting, quarantined=stats.finished[_core.FINISH_QUARANTINED])
+        (logger.info if self._closing else logger.warning)(
+            "data_plane_gone", to_recompute=stats.waiting, quarantined=stats.finished[_core.FINISH_QUARANTINED]
+        )
 
     def _enter(self, state: EngineState, info: EngineInfo | None = None) -> None:
         self._state = state

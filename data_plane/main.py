@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.config import DataPlaneConfig, DataPlaneError
 from twinplane.data_plane.cpu import CpuDevice
@@ -243,20 +244,11 @@ class DataPlane:
         return phases
 
     def _load_weights(self, lifeline: LifelineClient) -> None:
-        model, last_sent = self._model, 0.0
-
-        def report(done: int, total: int) -> None:
-            nonlocal last_sent
-            now = time.monotonic()
-            if now - last_sent >= _PROGRESS_INTERVAL_S or done == total:
-                last_sent = now
-                lifeline.send(messages.Progress(phase="weights", done=done, total=total, unit="bytes"))
-
-        source = self._source
+        model, source = self._model, self._source
         assert source is not None
-        source.on_progress = report
         context = BuildContext(model.card.path, model.config, source, self._device.ops, model.format, self._plan.max_model_len)
-        built = self._device.load(model.cls, context)
+        with _progress(lifeline, "weights", source.total_bytes) as source.on_progress:
+            built = self._device.load(model.cls, context)
         for topic, warning in built.warnings().items():
             log.warning("weights", topic=topic, warning=warning)
         if source.unused():
@@ -294,6 +286,23 @@ def _warm_up_batch(num_tokens: int, block_size: int) -> Batch:
         block_tables=torch.from_numpy(np.arange(-(-num_tokens // block_size), dtype=np.int32)[None]),
         sample_tokens=torch.tensor([num_tokens - 1]),
     )
+
+
+@contextmanager
+def _progress(lifeline: LifelineClient, phase: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """Reports how many bytes are done: to the control plane, and on a terminal as a bar."""
+    last_sent = 0.0
+    with tqdm(total=total, desc=phase, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+
+        def report(done: int, total: int) -> None:
+            nonlocal last_sent
+            bar.update(done - bar.n)
+            now = time.monotonic()
+            if now - last_sent >= _PROGRESS_INTERVAL_S or done == total:
+                last_sent = now
+                lifeline.send(messages.Progress(phase=phase, done=done, total=total, unit="bytes"))
+
+        yield report
 
 
 @contextmanager
