@@ -1,14 +1,12 @@
 """Throughput at a concurrency, beside transformers' continuous batching on the same weights in the same run.
 
-``python -m twinplane.benchmarks.serving --rounds 3`` alternates the two (A B A B ...), because a shared machine drifts; each sees the
+``twinplane bench serving rounds=3`` alternates the two (A B A B ...), because a shared machine drifts; each sees the
 same requests. Twinplane is measured as a client sees it: over gRPC, through both planes.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -33,8 +31,8 @@ class Transformers:
         self._model = reference_model.load(demo_model())
         self._model.set_attn_implementation("sdpa")
 
-    def run(self, requests: Sequence[Request], concurrency: int) -> dict[str, float]:
-        """All requests have one output length here: the peer takes one for the whole batch."""
+    def run(self, requests: Sequence[Request], concurrency: int) -> float:
+        """Output tokens per second. All requests have one output length here: the peer takes one for the whole batch."""
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -44,8 +42,7 @@ class Transformers:
         outputs = self._model.generate_batch(
             inputs=[list(request.prompt) for request in requests], generation_config=generation, continuous_batching_config=batching
         )
-        wall = time.perf_counter() - start
-        return {"output_tokens_per_s": sum(len(output.generated_tokens) for output in outputs.values()) / wall}
+        return float(sum(len(output.generated_tokens) for output in outputs.values()) / (time.perf_counter() - start))
 
 
 def run(rounds: int = 3, requests: int = 32, concurrency: int = 16, new_tokens: int = 64, options: Sequence[str] = ()) -> dict[str, object]:
@@ -58,9 +55,11 @@ def run(rounds: int = 3, requests: int = 32, concurrency: int = 16, new_tokens: 
         for index in range(rounds + 1):
             with Server(demo_model(), "--kv-cache-bytes", "1GiB", *options, log=Path(folder) / "server.log") as server:
                 outcomes, wall = asyncio.run(closed_loop(server.address, load, concurrency))
-            measured = peer.run(load, concurrency)["output_tokens_per_s"]
+            scheduler = next(event for event in server.log_events() if event["event"] == "scheduler")
+            server.log.unlink()
+            measured = peer.run(load, concurrency)
             if index > 0:  # the first round warms both up
-                ours.append(summary(outcomes, wall))
+                ours.append({**summary(outcomes, wall), **{name: float(str(scheduler[name])) for name in ("tick_us", "host_gap_us")}})
                 theirs.append(measured)
     rates = [figures["output_tokens_per_s"] for figures in ours]
     return {
@@ -73,17 +72,3 @@ def run(rounds: int = 3, requests: int = 32, concurrency: int = 16, new_tokens: 
         "ratios": [round(a / b, 3) for a, b in zip(rates, theirs, strict=True)],
         "twinplane": ours,
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    arguments = parser.parse_args()
-    print(json.dumps(run(arguments.rounds, arguments.requests, arguments.concurrency, arguments.new_tokens), indent=2))
-
-
-if __name__ == "__main__":
-    main()

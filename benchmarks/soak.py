@@ -1,8 +1,7 @@
-"""A long run under load with cancels: does anything grow, is anything left? ``python -m twinplane.benchmarks.soak --minutes 10``."""
+"""A long run under load with cancels: does anything grow, is anything left? ``twinplane bench soak minutes=10``."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -103,15 +102,3 @@ def run(minutes: float = 10, concurrency: int = 32, options: tuple[str, ...] = (
         "running_at_the_end": load.running_requests + load.waiting_requests,
         "leftovers": server.leftovers(),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--concurrency", type=int, default=32)
-    arguments = parser.parse_args()
-    print(json.dumps(run(arguments.minutes, arguments.concurrency), indent=2))
-
-
-if __name__ == "__main__":
-    main()

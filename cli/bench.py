@@ -21,6 +21,8 @@ BENCHMARKS = {
     "ring": "a message through the shared-memory rings and back, between two processes",
     "tick": "one pass of the scheduler, by number of running sequences",
     "kernels": "the kernels the models run on, by shape",
+    "serving": "tokens per second of a server, beside transformers' continuous batching",
+    "soak": "minutes under load with cancels: what grows, what is left",
 }
 
 
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         benchmark = importlib.import_module(f"twinplane.benchmarks.{args.name}")
     except ModuleNotFoundError as error:
-        print(f"twinplane bench {args.name}: {error} (pip install 'twinplane[data-plane]' brings what the kernels need)", file=sys.stderr)
+        print(f"twinplane bench {args.name}: {error} (pip install 'twinplane[data-plane,test]' brings it)", file=sys.stderr)
         return 1
     known = inspect.signature(benchmark.run).parameters
     unknown = [name for name, _ in args.parameters if name not in known]
