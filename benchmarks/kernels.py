@@ -121,8 +121,8 @@ def bench_attention(dtype: torch.dtype, bandwidth: float, fma: float, repeats: i
     return lines
 
 
-def run(repeats: int = 3, cold_bytes: int = _COLD_BYTES) -> list[dict[str, Any]]:
-    """Every line as a dict with the keys kernel, shape, achieved, ceiling, unit, share, goal."""
+def run(repeats: int = 3, cold_bytes: int = _COLD_BYTES) -> dict[str, Any]:
+    """``kernels``: a dict for each kernel and shape with the keys kernel, shape, achieved, ceiling, unit, share, goal."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -135,14 +135,4 @@ def run(repeats: int = 3, cold_bytes: int = _COLD_BYTES) -> list[dict[str, Any]]
             lines += bench_attention(dtype, bandwidth, fma, repeats)
     finally:
         torch.set_num_threads(before)
-    return [asdict(line) for line in lines]
-
-
-def main() -> None:
-    print(f"{_cpu.isa()}, {_cpu.threads()} threads")
-    for line in run():
-        print("{kernel:28} {shape:34} {achieved:8.1f} of {ceiling:8.1f} {unit:8} {share:6.2f} (goal {goal:.2f})".format(**line))
-
-
-if __name__ == "__main__":
-    main()
+    return {"isa": _cpu.isa(), "threads": _cpu.threads(), "kernels": [asdict(line) for line in lines]}

@@ -63,5 +63,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(figures: Mapping[str, object]) -> str:
+    """One line a figure; a list of figures is a table of its own below its name."""
     width = max(map(len, figures), default=0)
-    return "\n".join(f"{name:<{width}}  {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in figures.items())
+    lines = []
+    for name, value in figures.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            lines += [f"{name}:", *_rows(value)]
+        else:
+            lines.append(f"{name:<{width}}  {_text(value)}")
+    return "\n".join(lines)
+
+
+def _rows(records: list[dict[str, object]]) -> list[str]:
+    cells = [list(records[0]), *([_text(value) for value in record.values()] for record in records)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

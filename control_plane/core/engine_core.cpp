@@ -173,6 +173,7 @@ bool EngineCore::run_task() {
   } catch (...) {
     task_error_ = std::current_exception();
   }
+  publish_stats();  // whoever waits for the task may look at once
   task_done_.release();
   return true;
 }

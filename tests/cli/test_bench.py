@@ -64,6 +64,6 @@ def test_every_benchmark_offered_is_there():
 
 def test_the_kernels_are_really_measured(capsys):
     pytest.importorskip("torch")
-    assert main(["bench", "kernels", "--json", "hidden=64", "heads=4", "kv_heads=2", "batch=2", "context=32", "chunk=8", "repeats=3"]) == 0
+    assert main(["bench", "kernels", "--json", "repeats=1", "cold_bytes=1"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert len(figures) == 6 and all(value > 0 for value in figures.values())
+    assert figures["kernels"] and all(line["achieved"] > 0 for line in figures["kernels"])

@@ -224,14 +224,14 @@ def test_stop_ends_every_live_request_and_refuses_new_ones(core: _core.EngineCor
     with DataPlane(config, 1) as plane:
         plane.attach_to(core)
         client = Client(core)
-        for i in range(30):
+        for i in range(300):  # many more than can be finished before the stop
             client.submit(i, some_request(i, max_tokens=60, eos=()))
         client.wait(lambda: any(record.tokens for record in client.records.values()))
         core.stop()
         core.stop()
         client.wait()
     assert _core.FINISH_STOPPED in {record.finish for record in client.records.values()}
-    refusal = client.submit(99, some_request(99))
+    refusal = client.submit(999, some_request(999))
     assert refusal is not None and refusal.reason == "STOPPING"
     assert core.stats().running == core.stats().waiting == 0
     with pytest.raises(RuntimeError, match="not running"):
