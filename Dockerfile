@@ -32,7 +32,7 @@ USER 0:0
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends libgomp1 \
  && rm -rf /var/lib/apt/lists/*
-RUN pip install --no-cache-dir ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} "torch==${TORCH_VERSION}"
+RUN PIP_EXTRA_INDEX_URL="${TORCH_INDEX_URL}" pip install --no-cache-dir "torch==${TORCH_VERSION}"
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir "twinplane[data-plane] @ file://$(ls /wheels/twinplane-*.whl)"
 USER 10001:10001

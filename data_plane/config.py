@@ -25,7 +25,7 @@ class DataPlaneConfig:
     block_size: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 256
 
 
 class DataPlaneError(Exception):

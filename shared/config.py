@@ -33,7 +33,12 @@ class CommonSettings:
         auto="what the model was trained for, or what the KV cache can hold if that is less",
     )
     max_num_seqs: int = option(64, Integer(1, 65536), "scheduler", "sequences in flight at once")
-    max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "scheduler", "tokens one step may carry over all its sequences")
+    max_num_batched_tokens: int = option(
+        256,
+        Integer(1, 1 << 20),
+        "scheduler",
+        "tokens one step may carry over all its sequences; prompts pause running streams for a step at most",
+    )
     instance: str = option(
         "default",
         Text(
@@ -80,7 +85,7 @@ class ControlPlaneSettings(CommonSettings):
     port: int = option(50051, Integer(0, 65535, "PORT"), "network", "gRPC port; 0 takes a free one")
     uds: str | None = option(None, Text("PATH"), "network", "listen on this UNIX socket instead of host and port", auto="TCP")
 
-    max_chunk_tokens: int = option(512, Integer(1, 1 << 20), "scheduler", "prompt tokens one sequence may get in one step")
+    max_chunk_tokens: int = option(256, Integer(1, 1 << 20), "scheduler", "prompt tokens one sequence may get in one step")
     overlap_depth: int = option(2, Integer(1, 3), "scheduler", "steps in flight; 1 plans a step only after the last one returned")
     max_waiting_requests: int = option(1024, Integer(0), "scheduler", "requests queued beyond those in flight; more are refused")
     max_waiting_tokens: int = option(1 << 20, Integer(0), "scheduler", "prompt tokens queued; more are refused")

@@ -56,7 +56,7 @@ def test_B02_tokens_are_the_same_alone_together_and_in_reverse(serve: Serve, pro
 def test_tokens_do_not_depend_on_chunk_cap_or_overlap_depth(
     serve: Callable[..., Server], prompts, expected, chunk: int, depth: int
 ) -> None:
-    with serve(*ROOMY, "--max-chunk-tokens", str(chunk), "--overlap-depth", str(depth)) as server:
+    with serve(*ROOMY, "--max-num-batched-tokens", "2048", "--max-chunk-tokens", str(chunk), "--overlap-depth", str(depth)) as server:
         assert_equal(ask(server, prompts, concurrency=len(prompts)), expected)
 
 
