@@ -193,7 +193,7 @@ def test_INV_10_tokens_do_not_depend_on_how_the_work_is_cut(change: dict[str, in
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_INV_10_short_memory_and_late_results_change_no_token(seed: int) -> None:
+def test_INV_3_INV_10_short_memory_and_late_results_change_no_token(seed: int) -> None:
     """Deep pipelines whose steps retire whenever they like: preempted sequences still have tokens in flight, and rows named by them."""
     dice = random.Random(seed)
     rig = Rig(num_blocks=dice.randint(14, 30), block_size=2, max_rows=6, depth=dice.randint(3, 5))

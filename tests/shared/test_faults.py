@@ -167,7 +167,7 @@ def test_a_peer_that_has_just_attached_is_given_time_for_its_first_beat() -> Non
     assert PeerWatch("data plane", os.getpid(), lambda: (page, page)).check() is Liveness.ALIVE
 
 
-def test_INV4_stall_report_names_peer_phase_step_times_and_counters() -> None:
+def test_INV_4_stall_report_names_peer_phase_step_times_and_counters() -> None:
     now = time.monotonic_ns()
     peer = {
         "heartbeat_ns": now - 700_000_000,

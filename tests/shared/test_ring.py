@@ -188,7 +188,7 @@ def test_a_descriptor_that_is_no_file_is_an_os_error() -> None:
         DataEnd(1 << 20, 1)
 
 
-def test_writing_into_the_peers_page_is_impossible(instance: str, capacities: Capacities) -> None:
+def test_INV_2_writing_into_the_peers_page_is_impossible(instance: str, capacities: Capacities) -> None:
     """INV-2 by hardware: the peer's pages are mapped read-only."""
     made = segment.create_segment(instance, capacities, epoch=1)
     control, data = ControlEnd(made.fd, 1), DataEnd(made.fd, 1)
@@ -353,7 +353,7 @@ def test_C13_both_planes_on_one_cpu(spawn: Spawn, instance: str) -> None:
     finish(exchange(spawn, instance, "--count", 30_000, "--cpu", cpu, "--pattern", "random", *STRESS), 30_000)
 
 
-def test_C13_a_storm_of_signals_neither_wakes_nor_breaks_anything(spawn: Spawn, instance: str) -> None:
+def test_INV_1_C13_a_storm_of_signals_neither_wakes_nor_breaks_anything(spawn: Spawn, instance: str) -> None:
     peers = exchange(spawn, instance, "--count", 20_000, "--pattern", "random", *STRESS)
     over = threading.Event()
 
