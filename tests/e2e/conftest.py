@@ -50,6 +50,8 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield make
     for server in servers:
         server.kill()
+        for name in server.leftovers():  # of tests that end in kill -9: nobody will start this instance again
+            Path("/dev/shm", name).unlink()
 
 
 @pytest.fixture(scope="module")
