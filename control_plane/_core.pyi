@@ -84,7 +84,7 @@ class CoreConfig:
 class Pool:
     """What a session's data plane offers."""
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None: ...
+    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None: ...
 
 def capacities_for(config: CoreConfig, pool: Pool) -> tuple[int, ...]:
     """Capacities (in schema order) with which a session's segment suits this config and pool; attach() refuses smaller ones.

@@ -12,16 +12,19 @@ from twinplane.shared import wire
 class StepView:
     """The used part of every region of one step slot. Valid until the slot is consumed."""
 
-    __slots__ = ("closes", "copies", "extras", "num_decodes", "opens", "sent_ns", "seqs", "step", "table_writes", "token_ids")
+    __slots__ = ("closes", "copies", "extras", "num_decodes", "opens", "sent_ns", "seqs", "step", "swap_ins", "swap_outs", "table_writes", "token_ids")
 
     def __init__(self, slot: NDArray[np.uint8], layout: wire.StepSlotLayout) -> None:
         header = _region(slot, layout.header, wire.STEP_HEADER, 1)[0].item()
-        self.step, self.sent_ns, num_seqs, self.num_decodes, num_tokens, num_closes, num_opens, num_writes, num_copies, num_extra = header
+        self.step, self.sent_ns, num_seqs, self.num_decodes, num_tokens, num_closes, num_opens, num_writes = header[:8]
+        num_swap_outs, num_swap_ins, num_copies, num_extra = header[8:]
         self.seqs = _region(slot, layout.seqs, wire.SEQ_ENTRY, num_seqs)
         self.token_ids = _region(slot, layout.token_ids, np.dtype("<i4"), num_tokens)
         self.closes = _region(slot, layout.closes, np.dtype("<u4"), num_closes)
         self.opens = _region(slot, layout.opens, wire.ROW_OPEN, num_opens)
         self.table_writes = _region(slot, layout.table_writes, wire.TABLE_WRITE, num_writes)
+        self.swap_outs = _region(slot, layout.swap_outs, wire.BLOCK_SWAP, num_swap_outs)
+        self.swap_ins = _region(slot, layout.swap_ins, wire.BLOCK_SWAP, num_swap_ins)
         self.copies = _region(slot, layout.copies, wire.BLOCK_COPY, num_copies)
         self.extras = _region(slot, layout.extras, np.dtype("<u4"), num_extra)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAGIC = 0x454E414C504E5754  # b"TWNPLANE" read as a little-endian u64
 PAGE = 4096
 CACHE_LINE = 64
@@ -65,6 +65,8 @@ CAPACITIES: tuple[tuple[str, str], ...] = (
     ("max_copies", "block copies one step may carry"),
     ("max_extra_words", "words of row attachments one step may carry"),
     ("max_results", "result entries one result may carry"),
+    ("max_swaps", "blocks one step may move from the device to the host, and as many back"),
+    ("max_candidates", "candidate tokens one result may carry over all its entries"),
 )
 
 FLAGS: tuple[Flags, ...] = (
@@ -137,7 +139,7 @@ STRUCTS: tuple[Struct, ...] = (
             Field("epoch", "u64", "number of this session; the lifeline's `welcome` names the same"),
             Field("owner_pid", "u64", "pid of the control plane in its own PID namespace"),
             Field("owner_start_time", "u64", "field 22 of /proc/<pid>/stat, clock ticks since boot"),
-            Field("capacities", "u32", "the session's capacities, in the order of CAPACITIES", 7),
+            Field("capacities", "u32", "the session's capacities, in the order of CAPACITIES", 9),
             Field("ready", "u32", "1 once all of the above is written; stored last with release"),
         ),
     ),
@@ -178,6 +180,8 @@ STRUCTS: tuple[Struct, ...] = (
             Field("num_closes", "u32", "used entries of `closes`"),
             Field("num_opens", "u32", "used entries of `opens`"),
             Field("num_table_writes", "u32", "used entries of `table_writes`"),
+            Field("num_swap_outs", "u32", "used entries of `swap_outs`"),
+            Field("num_swap_ins", "u32", "used entries of `swap_ins`"),
             Field("num_copies", "u32", "used entries of `copies`"),
             Field("num_extra_words", "u32", "used words of `extras`"),
         ),
@@ -209,6 +213,8 @@ STRUCTS: tuple[Struct, ...] = (
             Field("repetition_penalty", "f32", "1 = off"),
             Field("presence_penalty", "f32", "0 = off"),
             Field("frequency_penalty", "f32", "0 = off"),
+            Field("num_candidates", "u32", "each sample of the row also returns its so many most likely tokens; 0 = none"),
+            Field("pad0", "u32", "end of the record"),
         ),
     ),
     Struct(
@@ -226,6 +232,11 @@ STRUCTS: tuple[Struct, ...] = (
         (Field("source", "u32", "physical block read"), Field("target", "u32", "physical block written")),
     ),
     Struct(
+        "BlockSwap",
+        "Move a whole KV block, every layer, between the device's pool and the host's.",
+        (Field("device", "u32", "physical block of the device"), Field("host", "u32", "block of the host pool")),
+    ),
+    Struct(
         "ResultHeader",
         "Start of a result slot.",
         (
@@ -238,6 +249,8 @@ STRUCTS: tuple[Struct, ...] = (
             Field("status", "u32", "StepStatus"),
             Field("num_entries", "u32", "used entries of `entries`"),
             Field("last", "u32", "1 if this is the step's last result; the step retires with it"),
+            Field("num_candidates", "u32", "used entries of `candidates`"),
+            Field("pad0", "u32", "end of the record"),
         ),
     ),
     Struct(
@@ -251,6 +264,14 @@ STRUCTS: tuple[Struct, ...] = (
             Field("flags", "u32", "ResultFlag"),
         ),
     ),
+    Struct(
+        "Candidate",
+        "One of the likeliest next tokens of a row.",
+        (
+            Field("token", "i32", "the token id"),
+            Field("logprob", "f32", "natural log-probability, of the same distribution as ResultEntry.logprob"),
+        ),
+    ),
 )
 
 # Regions inside one step slot and one result slot, then the segment's own.
@@ -261,12 +282,15 @@ STEP_REGIONS: tuple[Region, ...] = (
     Region("closes", "u32", "max_rows", "rows whose sequence has left; applied first"),
     Region("opens", "RowOpen", "max_rows", "rows that get a new sequence; applied after closes"),
     Region("table_writes", "TableWrite", "max_table_writes", "deltas of the block table; applied after opens"),
-    Region("copies", "BlockCopy", "max_copies", "block copies; done before any KV of this step is written"),
+    Region("swap_outs", "BlockSwap", "max_swaps", "blocks saved to the host; done before anything of this step is written"),
+    Region("swap_ins", "BlockSwap", "max_swaps", "blocks restored from the host; after `swap_outs`"),
+    Region("copies", "BlockCopy", "max_copies", "block copies; after the swaps, before any KV of this step is written"),
     Region("extras", "u32", "max_extra_words", "row attachments: records of {row, ExtraKind, n, n words}"),
 )
 RESULT_REGIONS: tuple[Region, ...] = (
     Region("header", "ResultHeader", "1", "timing and status"),
     Region("entries", "ResultEntry", "max_results", "sampled tokens"),
+    Region("candidates", "Candidate", "max_candidates", "of all rows that return them, in the order of `entries`, likeliest first"),
 )
 SEGMENT_REGIONS: tuple[Region, ...] = (
     Region("header", "Header", "1", "constant after `ready`", PAGE),

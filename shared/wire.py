@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = 0x454e414c504e5754
-LAYOUT_VERSION = 1
-LAYOUT_HASH = 0xe3c9a8862a5e90c1
+LAYOUT_VERSION = 2
+LAYOUT_HASH = 0x9b220f7682a74665
 PAGE = 4096
 NO_TOKEN = -1
 
@@ -78,11 +78,11 @@ HEADER = np.dtype(
         ("epoch", "<u8"),  # number of this session; the lifeline's `welcome` names the same
         ("owner_pid", "<u8"),  # pid of the control plane in its own PID namespace
         ("owner_start_time", "<u8"),  # field 22 of /proc/<pid>/stat, clock ticks since boot
-        ("capacities", "<u4", (7,)),  # the session's capacities, in the order of CAPACITIES
+        ("capacities", "<u4", (9,)),  # the session's capacities, in the order of CAPACITIES
         ("ready", "<u4"),  # 1 once all of the above is written; stored last with release
     ]
 )
-assert HEADER.itemsize == 88
+assert HEADER.itemsize == 96
 
 # What one plane tells the other outside the rings. One writer: the plane it belongs to.
 PLANE_STATE = np.dtype(
@@ -122,11 +122,13 @@ STEP_HEADER = np.dtype(
         ("num_closes", "<u4"),  # used entries of `closes`
         ("num_opens", "<u4"),  # used entries of `opens`
         ("num_table_writes", "<u4"),  # used entries of `table_writes`
+        ("num_swap_outs", "<u4"),  # used entries of `swap_outs`
+        ("num_swap_ins", "<u4"),  # used entries of `swap_ins`
         ("num_copies", "<u4"),  # used entries of `copies`
         ("num_extra_words", "<u4"),  # used words of `extras`
     ]
 )
-assert STEP_HEADER.itemsize == 48
+assert STEP_HEADER.itemsize == 56
 
 # One scheduled sequence of a step.
 SEQ_ENTRY = np.dtype(
@@ -155,9 +157,11 @@ ROW_OPEN = np.dtype(
         ("repetition_penalty", "<f4"),  # 1 = off
         ("presence_penalty", "<f4"),  # 0 = off
         ("frequency_penalty", "<f4"),  # 0 = off
+        ("num_candidates", "<u4"),  # each sample of the row also returns its so many most likely tokens; 0 = none
+        ("pad0", "<u4"),  # end of the record
     ]
 )
-assert ROW_OPEN.itemsize == 48
+assert ROW_OPEN.itemsize == 56
 
 # block_table[row][index] = block
 TABLE_WRITE = np.dtype(
@@ -178,6 +182,15 @@ BLOCK_COPY = np.dtype(
 )
 assert BLOCK_COPY.itemsize == 8
 
+# Move a whole KV block, every layer, between the device's pool and the host's.
+BLOCK_SWAP = np.dtype(
+    [
+        ("device", "<u4"),  # physical block of the device
+        ("host", "<u4"),  # block of the host pool
+    ]
+)
+assert BLOCK_SWAP.itemsize == 8
+
 # Start of a result slot.
 RESULT_HEADER = np.dtype(
     [
@@ -190,9 +203,11 @@ RESULT_HEADER = np.dtype(
         ("status", "<u4"),  # StepStatus
         ("num_entries", "<u4"),  # used entries of `entries`
         ("last", "<u4"),  # 1 if this is the step's last result; the step retires with it
+        ("num_candidates", "<u4"),  # used entries of `candidates`
+        ("pad0", "<u4"),  # end of the record
     ]
 )
-assert RESULT_HEADER.itemsize == 48
+assert RESULT_HEADER.itemsize == 56
 
 # One sampled token.
 RESULT_ENTRY = np.dtype(
@@ -206,6 +221,15 @@ RESULT_ENTRY = np.dtype(
 )
 assert RESULT_ENTRY.itemsize == 20
 
+# One of the likeliest next tokens of a row.
+CANDIDATE = np.dtype(
+    [
+        ("token", "<i4"),  # the token id
+        ("logprob", "<f4"),  # natural log-probability, of the same distribution as ResultEntry.logprob
+    ]
+)
+assert CANDIDATE.itemsize == 8
+
 
 class Capacities(NamedTuple):
     """Sizes agreed for one session; fixed by the control plane from the data plane's `hello`."""
@@ -217,6 +241,8 @@ class Capacities(NamedTuple):
     max_copies: int  # block copies one step may carry
     max_extra_words: int  # words of row attachments one step may carry
     max_results: int  # result entries one result may carry
+    max_swaps: int  # blocks one step may move from the device to the host, and as many back
+    max_candidates: int  # candidate tokens one result may carry over all its entries
 
 
 def _align_up(n: int, to: int) -> int:
@@ -226,7 +252,7 @@ def _align_up(n: int, to: int) -> int:
 class StepSlotLayout:
     """Byte offsets inside a step slot."""
 
-    __slots__ = ("header", "seqs", "token_ids", "closes", "opens", "table_writes", "copies", "extras", "bytes")
+    __slots__ = ("header", "seqs", "token_ids", "closes", "opens", "table_writes", "swap_outs", "swap_ins", "copies", "extras", "bytes")
 
     def __init__(self, c: Capacities) -> None:
         at = 0
@@ -242,6 +268,10 @@ class StepSlotLayout:
         at += c.max_rows * ROW_OPEN.itemsize
         self.table_writes = at = _align_up(at, 64)
         at += c.max_table_writes * TABLE_WRITE.itemsize
+        self.swap_outs = at = _align_up(at, 64)
+        at += c.max_swaps * BLOCK_SWAP.itemsize
+        self.swap_ins = at = _align_up(at, 64)
+        at += c.max_swaps * BLOCK_SWAP.itemsize
         self.copies = at = _align_up(at, 64)
         at += c.max_copies * BLOCK_COPY.itemsize
         self.extras = at = _align_up(at, 64)
@@ -252,7 +282,7 @@ class StepSlotLayout:
 class ResultSlotLayout:
     """Byte offsets inside a result slot."""
 
-    __slots__ = ("header", "entries", "bytes")
+    __slots__ = ("header", "entries", "candidates", "bytes")
 
     def __init__(self, c: Capacities) -> None:
         at = 0
@@ -260,6 +290,8 @@ class ResultSlotLayout:
         at += 1 * RESULT_HEADER.itemsize
         self.entries = at = _align_up(at, 64)
         at += c.max_results * RESULT_ENTRY.itemsize
+        self.candidates = at = _align_up(at, 64)
+        at += c.max_candidates * CANDIDATE.itemsize
         self.bytes = _align_up(at, 4096)
 
 

@@ -46,7 +46,9 @@ wire::Capacities capacities_for(const Config& config, const Pool& pool) {
           .max_table_writes = config.max_rows + longest_request(config, pool).value + admissions,
           .max_copies = config.max_rows,
           .max_extra_words = config.max_model_len.value + kExtraHeaderWords + kLogitEditWords,
-          .max_results = config.max_rows};
+          .max_results = config.max_rows,
+          .max_swaps = 0,
+          .max_candidates = 0};
 }
 
 void check_capacities(const Config& config, const Pool& pool, const wire::Capacities& capacities) {

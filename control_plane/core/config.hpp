@@ -28,6 +28,7 @@ struct Config {
 struct Pool {
   BlockCount num_blocks;
   TokenCount block_size;
+  BlockCount num_host_blocks;  // of the swap pool; 0 = preemption recomputes
 };
 
 // Capacities that suit config and pool.

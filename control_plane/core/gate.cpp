@@ -71,7 +71,7 @@ std::optional<Refusal> Gate::judge_length(TokenCount prompt, const RequestParams
                        ") is " + text(asked) + ", the context limit (max_model_len) is " + text(limit) +
                        "; shorten the prompt or lower max_tokens"};
   }
-  const Pool pool{{num_blocks_.load(std::memory_order_relaxed)}, {block_size_.load(std::memory_order_relaxed)}};
+  const Pool pool{{num_blocks_.load(std::memory_order_relaxed)}, {block_size_.load(std::memory_order_relaxed)}, {}};
   return never_fits(prompt, params, pool, {max_extra_words_.load(std::memory_order_relaxed)});
 }
 

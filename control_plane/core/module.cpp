@@ -44,7 +44,7 @@ wire::Capacities to_capacities(const std::vector<uint32_t>& values) {
 
 nb::tuple from_capacities(const wire::Capacities& c) {
   return nb::make_tuple(c.ring_depth, c.max_rows, c.max_step_tokens, c.max_table_writes, c.max_copies,
-                        c.max_extra_words, c.max_results);
+                        c.max_extra_words, c.max_results, c.max_swaps, c.max_candidates);
 }
 
 SessionEnd session_end(bool step_failed) { return step_failed ? SessionEnd::kStepFailed : SessionEnd::kLost; }
@@ -181,12 +181,12 @@ void bind_config(nb::module_& m) {
           "max_waiting_requests"_a = 1024, "max_waiting_tokens"_a = 1 << 20, "max_model_len"_a = 2048);
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
-      [](Pool* self, uint32_t num_blocks, uint32_t block_size) {
+      [](Pool* self, uint32_t num_blocks, uint32_t block_size, uint32_t num_host_blocks) {
         if (num_blocks == 0 || block_size == 0)
           throw std::invalid_argument("a pool has at least one block of one token");
-        new (self) Pool{{num_blocks}, {block_size}};
+        new (self) Pool{{num_blocks}, {block_size}, {num_host_blocks}};
       },
-      nb::kw_only(), "num_blocks"_a, "block_size"_a);
+      nb::kw_only(), "num_blocks"_a, "block_size"_a, "num_host_blocks"_a = 0);
   m.def(
       "capacities_for",
       [](const Config& config, const Pool& pool) { return from_capacities(capacities_for(config, pool)); }, "config"_a,

@@ -106,7 +106,9 @@ class End {
 
   nb::tuple capacities() const {
     const auto& c = link().session.header().capacities;
-    return nb::make_tuple(c[0], c[1], c[2], c[3], c[4], c[5], c[6]);
+    nb::list values;
+    for (const uint32_t value : c) values.append(value);
+    return nb::tuple(values);
   }
 
   std::optional<uint64_t> wait_incoming(uint64_t timeout_ns) {

@@ -48,11 +48,14 @@ nb::dict region_offsets(const std::vector<uint32_t>& values) {
   steps["closes"] = step.closes;
   steps["opens"] = step.opens;
   steps["table_writes"] = step.table_writes;
+  steps["swap_outs"] = step.swap_outs;
+  steps["swap_ins"] = step.swap_ins;
   steps["copies"] = step.copies;
   steps["extras"] = step.extras;
   steps["bytes"] = step.bytes;
   results["header"] = result.header;
   results["entries"] = result.entries;
+  results["candidates"] = result.candidates;
   results["bytes"] = result.bytes;
   segments["header"] = segment.header;
   segments["control"] = segment.control;

@@ -9,8 +9,8 @@
 namespace twinplane::wire {
 
 inline constexpr uint64_t kMagic = 0x454e414c504e5754;
-inline constexpr uint32_t kLayoutVersion = 1;
-inline constexpr uint64_t kLayoutHash = 0xe3c9a8862a5e90c1;
+inline constexpr uint32_t kLayoutVersion = 2;
+inline constexpr uint64_t kLayoutHash = 0x9b220f7682a74665;
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kCacheLine = 64;
 inline constexpr int32_t kNoToken = -1;
@@ -69,10 +69,10 @@ struct Header {
   uint64_t epoch;  // +32: number of this session; the lifeline's `welcome` names the same
   uint64_t owner_pid;  // +40: pid of the control plane in its own PID namespace
   uint64_t owner_start_time;  // +48: field 22 of /proc/<pid>/stat, clock ticks since boot
-  uint32_t capacities[7];  // +56: the session's capacities, in the order of CAPACITIES
-  uint32_t ready;  // +84: 1 once all of the above is written; stored last with release
+  uint32_t capacities[9];  // +56: the session's capacities, in the order of CAPACITIES
+  uint32_t ready;  // +92: 1 once all of the above is written; stored last with release
 };
-static_assert(sizeof(Header) == 88 && alignof(Header) == 8);
+static_assert(sizeof(Header) == 96 && alignof(Header) == 8);
 static_assert(std::is_trivially_copyable_v<Header> && std::is_standard_layout_v<Header>);
 static_assert(offsetof(Header, magic) == 0);
 static_assert(offsetof(Header, layout_hash) == 8);
@@ -83,7 +83,7 @@ static_assert(offsetof(Header, epoch) == 32);
 static_assert(offsetof(Header, owner_pid) == 40);
 static_assert(offsetof(Header, owner_start_time) == 48);
 static_assert(offsetof(Header, capacities) == 56);
-static_assert(offsetof(Header, ready) == 84);
+static_assert(offsetof(Header, ready) == 92);
 
 // What one plane tells the other outside the rings. One writer: the plane it belongs to.
 struct PlaneState {
@@ -133,10 +133,12 @@ struct StepHeader {
   uint32_t num_closes;  // +28: used entries of `closes`
   uint32_t num_opens;  // +32: used entries of `opens`
   uint32_t num_table_writes;  // +36: used entries of `table_writes`
-  uint32_t num_copies;  // +40: used entries of `copies`
-  uint32_t num_extra_words;  // +44: used words of `extras`
+  uint32_t num_swap_outs;  // +40: used entries of `swap_outs`
+  uint32_t num_swap_ins;  // +44: used entries of `swap_ins`
+  uint32_t num_copies;  // +48: used entries of `copies`
+  uint32_t num_extra_words;  // +52: used words of `extras`
 };
-static_assert(sizeof(StepHeader) == 48 && alignof(StepHeader) == 8);
+static_assert(sizeof(StepHeader) == 56 && alignof(StepHeader) == 8);
 static_assert(std::is_trivially_copyable_v<StepHeader> && std::is_standard_layout_v<StepHeader>);
 static_assert(offsetof(StepHeader, step) == 0);
 static_assert(offsetof(StepHeader, sent_ns) == 8);
@@ -146,8 +148,10 @@ static_assert(offsetof(StepHeader, num_tokens) == 24);
 static_assert(offsetof(StepHeader, num_closes) == 28);
 static_assert(offsetof(StepHeader, num_opens) == 32);
 static_assert(offsetof(StepHeader, num_table_writes) == 36);
-static_assert(offsetof(StepHeader, num_copies) == 40);
-static_assert(offsetof(StepHeader, num_extra_words) == 44);
+static_assert(offsetof(StepHeader, num_swap_outs) == 40);
+static_assert(offsetof(StepHeader, num_swap_ins) == 44);
+static_assert(offsetof(StepHeader, num_copies) == 48);
+static_assert(offsetof(StepHeader, num_extra_words) == 52);
 
 // One scheduled sequence of a step.
 struct SeqEntry {
@@ -180,8 +184,10 @@ struct RowOpen {
   float repetition_penalty;  // +36: 1 = off
   float presence_penalty;  // +40: 0 = off
   float frequency_penalty;  // +44: 0 = off
+  uint32_t num_candidates;  // +48: each sample of the row also returns its so many most likely tokens; 0 = none
+  uint32_t pad0;  // +52: end of the record
 };
-static_assert(sizeof(RowOpen) == 48 && alignof(RowOpen) == 8);
+static_assert(sizeof(RowOpen) == 56 && alignof(RowOpen) == 8);
 static_assert(std::is_trivially_copyable_v<RowOpen> && std::is_standard_layout_v<RowOpen>);
 static_assert(offsetof(RowOpen, row) == 0);
 static_assert(offsetof(RowOpen, flags) == 4);
@@ -194,6 +200,8 @@ static_assert(offsetof(RowOpen, top_k) == 32);
 static_assert(offsetof(RowOpen, repetition_penalty) == 36);
 static_assert(offsetof(RowOpen, presence_penalty) == 40);
 static_assert(offsetof(RowOpen, frequency_penalty) == 44);
+static_assert(offsetof(RowOpen, num_candidates) == 48);
+static_assert(offsetof(RowOpen, pad0) == 52);
 
 // block_table[row][index] = block
 struct TableWrite {
@@ -217,6 +225,16 @@ static_assert(std::is_trivially_copyable_v<BlockCopy> && std::is_standard_layout
 static_assert(offsetof(BlockCopy, source) == 0);
 static_assert(offsetof(BlockCopy, target) == 4);
 
+// Move a whole KV block, every layer, between the device's pool and the host's.
+struct BlockSwap {
+  uint32_t device;  // +0: physical block of the device
+  uint32_t host;  // +4: block of the host pool
+};
+static_assert(sizeof(BlockSwap) == 8 && alignof(BlockSwap) == 4);
+static_assert(std::is_trivially_copyable_v<BlockSwap> && std::is_standard_layout_v<BlockSwap>);
+static_assert(offsetof(BlockSwap, device) == 0);
+static_assert(offsetof(BlockSwap, host) == 4);
+
 // Start of a result slot.
 struct ResultHeader {
   uint64_t step;  // +0: the step these results belong to
@@ -228,8 +246,10 @@ struct ResultHeader {
   uint32_t status;  // +36: StepStatus
   uint32_t num_entries;  // +40: used entries of `entries`
   uint32_t last;  // +44: 1 if this is the step's last result; the step retires with it
+  uint32_t num_candidates;  // +48: used entries of `candidates`
+  uint32_t pad0;  // +52: end of the record
 };
-static_assert(sizeof(ResultHeader) == 48 && alignof(ResultHeader) == 8);
+static_assert(sizeof(ResultHeader) == 56 && alignof(ResultHeader) == 8);
 static_assert(std::is_trivially_copyable_v<ResultHeader> && std::is_standard_layout_v<ResultHeader>);
 static_assert(offsetof(ResultHeader, step) == 0);
 static_assert(offsetof(ResultHeader, received_ns) == 8);
@@ -240,6 +260,8 @@ static_assert(offsetof(ResultHeader, sample_us) == 32);
 static_assert(offsetof(ResultHeader, status) == 36);
 static_assert(offsetof(ResultHeader, num_entries) == 40);
 static_assert(offsetof(ResultHeader, last) == 44);
+static_assert(offsetof(ResultHeader, num_candidates) == 48);
+static_assert(offsetof(ResultHeader, pad0) == 52);
 
 // One sampled token.
 struct ResultEntry {
@@ -257,6 +279,16 @@ static_assert(offsetof(ResultEntry, logprob) == 8);
 static_assert(offsetof(ResultEntry, rank) == 12);
 static_assert(offsetof(ResultEntry, flags) == 16);
 
+// One of the likeliest next tokens of a row.
+struct Candidate {
+  int32_t token;  // +0: the token id
+  float logprob;  // +4: natural log-probability, of the same distribution as ResultEntry.logprob
+};
+static_assert(sizeof(Candidate) == 8 && alignof(Candidate) == 4);
+static_assert(std::is_trivially_copyable_v<Candidate> && std::is_standard_layout_v<Candidate>);
+static_assert(offsetof(Candidate, token) == 0);
+static_assert(offsetof(Candidate, logprob) == 4);
+
 // Sizes agreed for one session; fixed by the control plane from the data plane's `hello`.
 struct Capacities {
   uint32_t ring_depth;  // slots in each ring; at least the scheduler's overlap depth, plus one
@@ -266,8 +298,10 @@ struct Capacities {
   uint32_t max_copies;  // block copies one step may carry
   uint32_t max_extra_words;  // words of row attachments one step may carry
   uint32_t max_results;  // result entries one result may carry
+  uint32_t max_swaps;  // blocks one step may move from the device to the host, and as many back
+  uint32_t max_candidates;  // candidate tokens one result may carry over all its entries
 };
-static_assert(sizeof(Capacities) == 28);
+static_assert(sizeof(Capacities) == 36);
 
 constexpr uint64_t align_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
@@ -279,7 +313,9 @@ struct StepSlotLayout {
   uint64_t closes = 0;  // u32 x max_rows: rows whose sequence has left; applied first
   uint64_t opens = 0;  // RowOpen x max_rows: rows that get a new sequence; applied after closes
   uint64_t table_writes = 0;  // TableWrite x max_table_writes: deltas of the block table; applied after opens
-  uint64_t copies = 0;  // BlockCopy x max_copies: block copies; done before any KV of this step is written
+  uint64_t swap_outs = 0;  // BlockSwap x max_swaps: blocks saved to the host; done before anything of this step is written
+  uint64_t swap_ins = 0;  // BlockSwap x max_swaps: blocks restored from the host; after `swap_outs`
+  uint64_t copies = 0;  // BlockCopy x max_copies: block copies; after the swaps, before any KV of this step is written
   uint64_t extras = 0;  // u32 x max_extra_words: row attachments: records of {row, ExtraKind, n, n words}
   uint64_t bytes = 0;  // whole size, a multiple of the page
 
@@ -297,6 +333,10 @@ struct StepSlotLayout {
     at += uint64_t{c.max_rows} * sizeof(RowOpen);
     table_writes = at = align_up(at, 64);
     at += uint64_t{c.max_table_writes} * sizeof(TableWrite);
+    swap_outs = at = align_up(at, 64);
+    at += uint64_t{c.max_swaps} * sizeof(BlockSwap);
+    swap_ins = at = align_up(at, 64);
+    at += uint64_t{c.max_swaps} * sizeof(BlockSwap);
     copies = at = align_up(at, 64);
     at += uint64_t{c.max_copies} * sizeof(BlockCopy);
     extras = at = align_up(at, 64);
@@ -309,6 +349,7 @@ struct StepSlotLayout {
 struct ResultSlotLayout {
   uint64_t header = 0;  // ResultHeader x 1: timing and status
   uint64_t entries = 0;  // ResultEntry x max_results: sampled tokens
+  uint64_t candidates = 0;  // Candidate x max_candidates: of all rows that return them, in the order of `entries`, likeliest first
   uint64_t bytes = 0;  // whole size, a multiple of the page
 
   constexpr explicit ResultSlotLayout(const Capacities& c) {
@@ -317,6 +358,8 @@ struct ResultSlotLayout {
     at += uint64_t{1} * sizeof(ResultHeader);
     entries = at = align_up(at, 64);
     at += uint64_t{c.max_results} * sizeof(ResultEntry);
+    candidates = at = align_up(at, 64);
+    at += uint64_t{c.max_candidates} * sizeof(Candidate);
     bytes = align_up(at, 4096);
   }
 };

@@ -32,7 +32,7 @@ from twinplane.shared.wire import (
 )
 
 CAPACITIES = Capacities(
-    ring_depth=4, max_rows=16, max_step_tokens=512, max_table_writes=1024, max_copies=64, max_extra_words=65536, max_results=16
+    ring_depth=4, max_rows=16, max_step_tokens=512, max_table_writes=1024, max_copies=64, max_extra_words=65536, max_results=16, max_swaps=64, max_candidates=256
 )
 
 

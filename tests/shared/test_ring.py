@@ -54,7 +54,7 @@ def test_a_step_arrives_in_place_and_its_answer_comes_back(ends: Ends) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["publish", "take", "consume"]), max_size=200))
 def test_ring_behaves_like_a_bounded_queue(operations: list[str]) -> None:
-    sizes = Capacities(3, 1, 1, 1, 0, 0, 1)
+    sizes = Capacities(3, 1, 1, 1, 0, 0, 1, 0, 0)
     name = f"test-{os.getpid()}-model"
     made = segment.create_segment(name, sizes, epoch=1)
     control, data = ControlEnd(made.fd, 1), DataEnd(made.fd, 1)
@@ -161,7 +161,7 @@ def test_another_sessions_segment_is_refused(instance: str, capacities: Capaciti
 
 
 @pytest.mark.parametrize(
-    ("offset", "what"), [(0, "magic"), (8, "layout hash"), (20, "header size"), (24, "size"), (32, "epoch"), (84, "ready word")]
+    ("offset", "what"), [(0, "magic"), (8, "layout hash"), (20, "header size"), (24, "size"), (32, "epoch"), (92, "ready word")]
 )
 def test_a_header_that_is_wrong_anywhere_is_refused_by_name(instance: str, capacities: Capacities, offset: int, what: str) -> None:
     made = segment.create_segment(instance, capacities, epoch=1)

@@ -209,7 +209,7 @@ import os, sys
 from twinplane.shared.segment import InstanceLock, SegmentError, create_segment
 from twinplane.shared._shm import ControlEnd, DataEnd
 from twinplane.shared.wire import Capacities
-capacities = Capacities(4, 64, 2048, 512, 64, 4096, 128)
+capacities = Capacities(4, 64, 2048, 512, 64, 4096, 128, 64, 256)
 if len(sys.argv) > 1:
     os.setuid(int(sys.argv[1]))
 try:
@@ -238,7 +238,7 @@ print("left:", [name for name in os.listdir("/dev/shm") if name.startswith("twin
 @can_mount
 def test_C01_too_small_dev_shm_is_an_error_with_numbers_and_remedies() -> None:
     result = run_python(CREATE, namespace="mount -t tmpfs -o size=64k tmpfs /dev/shm")
-    needed = segment_bytes((4, 64, 2048, 512, 64, 4096, 128))
+    needed = segment_bytes((4, 64, 2048, 512, 64, 4096, 128, 64, 256))
     assert f"refused: /dev/shm is too small: the segment needs {needed} bytes," in result.stdout, result
     available = int(result.stdout.split(" are available")[0].rsplit(" ", 1)[1])
     assert 0 < available <= 65536
@@ -309,7 +309,7 @@ def test_C02_twenty_kills_at_any_moment_leave_nothing_in_the_way(instance: str, 
 def test_map_of_the_segment_shows_its_magic_to_any_tool(instance: str, capacities: Capacities) -> None:
     made = create_segment(instance, capacities, epoch=5)
     with mmap.mmap(made.fd, 0, access=mmap.ACCESS_READ) as content:
-        header = np.frombuffer(content[:88], wire.HEADER)[0]
+        header = np.frombuffer(content[: wire.HEADER.itemsize], wire.HEADER)[0]
     assert header["magic"] == wire.MAGIC and header["epoch"] == 5 and header["ready"] == 1
     assert header["owner_pid"] == os.getpid() and tuple(header["capacities"]) == tuple(capacities)
     made.close()

@@ -104,7 +104,7 @@ Config config_of(const Options& o) {
 // 100 % holds all rows at their mean length, with a tenth to spare.
 Pool pool_of(const Options& o) {
   const uint64_t tokens = uint64_t{o.running} * (o.prompt + o.output / 2) * o.pool_percent / 100;
-  return {{static_cast<uint32_t>(tokens / o.block_size + tokens / o.block_size / 10 + o.running)}, {o.block_size}};
+  return {{static_cast<uint32_t>(tokens / o.block_size + tokens / o.block_size / 10 + o.running)}, {o.block_size}, {}};
 }
 
 class Bench {
