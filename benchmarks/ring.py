@@ -19,7 +19,15 @@ from twinplane.shared import _shm
 from twinplane.shared.wire import PAGE, Capacities
 
 CAPACITIES = Capacities(
-    ring_depth=4, max_rows=256, max_step_tokens=2048, max_table_writes=512, max_copies=64, max_extra_words=4096, max_results=256, max_swaps=64, max_candidates=0
+    ring_depth=4,
+    max_rows=256,
+    max_step_tokens=2048,
+    max_table_writes=512,
+    max_copies=64,
+    max_extra_words=4096,
+    max_results=256,
+    max_swaps=64,
+    max_candidates=0,
 )
 EPOCH = 1
 _TIMEOUT_NS = 10_000_000_000

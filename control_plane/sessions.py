@@ -134,7 +134,12 @@ class SessionManager:
         info = self._info(hello)
         logger.info("data_plane_attached", pid=hello.pid, epoch=self._epoch, device=hello.device, dtype=hello.dtype)
         logger.info(
-            "kv_cache", blocks=hello.num_blocks, block_size=hello.block_size, dtype=hello.kv_dtype, max_model_len=info.max_model_len
+            "kv_cache",
+            blocks=hello.num_blocks,
+            block_size=hello.block_size,
+            dtype=hello.kv_dtype,
+            swap_blocks=hello.num_host_blocks,
+            max_model_len=info.max_model_len,
         )
         self._enter(EngineState.LOADING, info)
         watch = asyncio.ensure_future(self._watch(link))
@@ -167,7 +172,7 @@ class SessionManager:
     async def _attach(self, link: DataPlaneLink) -> None:
         """Create the session's segment, attach the core, and welcome the data plane."""
         hello = link.hello
-        pool = _core.Pool(num_blocks=hello.num_blocks, block_size=hello.block_size)
+        pool = _core.Pool(num_blocks=hello.num_blocks, block_size=hello.block_size, num_host_blocks=hello.num_host_blocks)
         self._epoch += 1
         segment = await asyncio.to_thread(create_segment, self._instance, _core.capacities_for(self._config, pool), self._epoch)
         try:

@@ -21,6 +21,7 @@ class DataPlaneConfig:
     kernels: str | None = None  # force one implementation of kernels.registry, for tests and comparisons
     kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
+    swap_space: int = 0  # bytes of host memory that KV blocks may be swapped to
     memory_fraction: float | None = None  # share of the machine's (or the cgroup's) memory for this process as a whole
     block_size: int | None = None
     max_model_len: int | None = None

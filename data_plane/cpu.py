@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.config import DataPlaneError
 from twinplane.data_plane.device import Device
@@ -30,6 +31,7 @@ class CpuDevice(Device):
         self._native = self.ops.sources["linear"] != reference.__name__
         self._model: Model
         self._cache: KVCache
+        self._swapped: KVCache  # the host's pool
         torch.set_num_threads(self.threads)
         if self._native:
             from twinplane.kernels import _cpu
@@ -82,16 +84,29 @@ class CpuDevice(Device):
             torch.set_num_threads(1)  # the kernels have a pool of their own; two pools would fight for the same cores
         return self._model
 
-    def allocate_kv(self, spec: KVSpec, num_blocks: int) -> None:
+    def allocate_kv(self, spec: KVSpec, num_blocks: int, num_host_blocks: int = 0) -> None:
         with torch.inference_mode():
             self._cache = KVCache(spec, num_blocks, self.ops, self.name)
+            self._swapped = KVCache(spec, num_host_blocks, self.ops, self.name)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         with torch.inference_mode():
             logits: NDArray[np.float32] = self._model.forward(batch, self._cache).numpy()
         return logits
 
-    def copy_blocks(self, copies: NDArray[Any]) -> None:
-        sources, targets = (torch.from_numpy(copies[name].astype(np.int64)) for name in ("source", "target"))
+    def swap_out(self, swaps: NDArray[Any]) -> None:
         with torch.inference_mode():
-            self._cache.copy_blocks(sources, targets)
+            self._cache.copy_to(self._swapped, _ids(swaps, "device"), _ids(swaps, "host"))
+
+    def swap_in(self, swaps: NDArray[Any]) -> None:
+        with torch.inference_mode():
+            self._swapped.copy_to(self._cache, _ids(swaps, "host"), _ids(swaps, "device"))
+
+    def copy_blocks(self, copies: NDArray[Any]) -> None:
+        with torch.inference_mode():
+            self._cache.copy_blocks(_ids(copies, "source"), _ids(copies, "target"))
+
+
+def _ids(moves: NDArray[Any], end: str) -> Tensor:
+    """One end of copies or swaps, as the kernels index with."""
+    return torch.from_numpy(moves[end].astype(np.int64))

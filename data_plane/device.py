@@ -46,12 +46,21 @@ class Device(ABC):
         """Build the model here. Raises WeightError, UnsupportedModelError."""
 
     @abstractmethod
-    def allocate_kv(self, spec: KVSpec, num_blocks: int) -> None: ...
+    def allocate_kv(self, spec: KVSpec, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """The device's pool of blocks, and the host's pool they can be swapped to."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         """Run the model: write the batch's KV, return logits [R, vocab] of its sampling tokens, the caller's to overwrite."""
 
     @abstractmethod
+    def swap_out(self, swaps: NDArray[Any]) -> None:
+        """Save whole KV blocks to the host's pool, `swaps` [n] wire.BLOCK_SWAP, before anything later writes KV."""
+
+    @abstractmethod
+    def swap_in(self, swaps: NDArray[Any]) -> None:
+        """Restore whole KV blocks from the host's pool, `swaps` [n] wire.BLOCK_SWAP, before anything later reads KV."""
+
+    @abstractmethod
     def copy_blocks(self, copies: NDArray[Any]) -> None:
-        """Copy whole KV blocks, `copies` [n] wire.BLOCK_COPY, before anything later writes KV."""
+        """Copy whole KV blocks, `copies` [n] wire.BLOCK_COPY, before anything later writes KV. Targets are distinct."""

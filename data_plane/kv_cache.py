@@ -72,3 +72,8 @@ class KVCache:
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks in every layer. sources, targets [n] int64; all sources are read before a target is written."""
         self._ops.copy_blocks([*self.k, *self.v], sources, targets)
+
+    def copy_to(self, other: KVCache, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks of every layer into another cache of the same spec (a swap). sources, targets [n] int64."""
+        for mine, theirs in zip([*self.k, *self.v], [*other.k, *other.v], strict=True):
+            theirs.index_copy_(0, targets, mine.index_select(0, sources))

@@ -182,6 +182,7 @@ class DataPlane:
             end,
             block_size=self._plan.spec.block_size,
             num_blocks=self._plan.num_blocks,
+            num_host_blocks=self._plan.num_host_blocks,
             max_model_len=self._plan.max_model_len,
             vocab_size=self._model.shape.vocab_size,
         )
@@ -217,6 +218,7 @@ class DataPlane:
             fingerprint=self._model.fingerprint,
             block_size=plan.spec.block_size,
             num_blocks=plan.num_blocks,
+            num_host_blocks=plan.num_host_blocks,
             kv_dtype=_name(plan.spec.dtype),
             dtype=self._model.format.name,
             kv_bytes_per_block=plan.spec.bytes_per_block,
@@ -234,8 +236,8 @@ class DataPlane:
         with _timed(phases, "weights"):
             self._load_weights(lifeline)
         with _timed(phases, "kv_cache"):
-            lifeline.send(messages.Progress(phase="kv_cache", done=0, total=self._plan.kv_bytes, unit="bytes"))
-            self._device.allocate_kv(self._plan.spec, self._plan.num_blocks)
+            lifeline.send(messages.Progress(phase="kv_cache", done=0, total=self._plan.kv_bytes + self._plan.swap_bytes, unit="bytes"))
+            self._device.allocate_kv(self._plan.spec, self._plan.num_blocks, self._plan.num_host_blocks)
         with _timed(phases, "warm_up"):
             lifeline.send(messages.Progress(phase="warm_up", done=0, total=len(_WARM_UP_TOKENS), unit="steps"))
             for num_tokens in _WARM_UP_TOKENS:

@@ -1,7 +1,7 @@
 """The memory plan: made from config and file sizes, printed, and checked before anything large is allocated.
 
 ``memory_fraction`` is this process's share of the machine's *total* memory (or the cgroup's limit): weights, workspace, KV
-cache and the interpreter together. It does not depend on what others use at the moment, so two instances with fractions x and
+cache, swap space and the interpreter together. It does not depend on what others use at the moment, so two instances with fractions x and
 y fit whenever x + y <= 1 minus the rest of the machine, whichever starts first. ``kv_cache_bytes`` gives the KV cache's
 size directly instead.
 """
@@ -43,11 +43,16 @@ class MemoryPlan:
     workspace: int
     spec: KVSpec
     num_blocks: int
+    num_host_blocks: int  # of the swap pool
     max_model_len: int  # tokens; not more than the pool holds
 
     @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.spec.bytes_per_block
+
+    @property
+    def swap_bytes(self) -> int:
+        return self.num_host_blocks * self.spec.bytes_per_block
 
     @property
     def kv_tokens(self) -> int:
@@ -63,6 +68,7 @@ class MemoryPlan:
                 f"weights {gib(self.weights)}",
                 f"workspace {gib(self.workspace)}",
                 f"KV cache {gib(self.kv_bytes)} = {self.num_blocks} blocks of {self.spec.block_size} tokens",
+                f"swap space {gib(self.swap_bytes)} = {self.num_host_blocks} blocks",
                 f"{self.spec.bytes_per_token} bytes per token",
                 f"{self.kv_tokens} tokens fit",
             )
@@ -70,8 +76,11 @@ class MemoryPlan:
 
 
 def make_plan(host: HostMemory, config: DataPlaneConfig, spec: KVSpec, needs: Needs) -> MemoryPlan:
-    """Raises MemoryPlanError when the KV cache has no room, or less than an explicitly asked max_model_len needs."""
-    fixed = host.own + needs.weights + needs.workspace
+    """Raises MemoryPlanError when the KV cache has no room, or less than an explicitly asked max_model_len needs, or the swap
+    space none for a block."""
+    num_host_blocks = config.swap_space // spec.bytes_per_block
+    swap_bytes = num_host_blocks * spec.bytes_per_block
+    fixed = host.own + needs.weights + needs.workspace + swap_bytes
     if config.kv_cache_bytes is not None:
         kv_bytes = config.kv_cache_bytes
         budget = fixed + kv_bytes
@@ -79,25 +88,30 @@ def make_plan(host: HostMemory, config: DataPlaneConfig, spec: KVSpec, needs: Ne
         budget = int(host.total * config.memory_fraction)
         kv_bytes = budget - fixed
     else:
-        free = int((host.available - needs.weights - needs.workspace) * (1 - _RESERVE))
+        free = int((host.available - needs.weights - needs.workspace - swap_bytes) * (1 - _RESERVE))
         kv_bytes = min(DEFAULT_KV_BYTES, free // 2)
         budget = fixed + max(0, kv_bytes)
     num_blocks = max(0, kv_bytes) // spec.bytes_per_block
     if config.kv_cache_bytes is None:
         num_blocks = min(num_blocks, -(-needs.useful_tokens // spec.block_size))
     tokens = num_blocks * spec.block_size
-    plan = MemoryPlan(host, budget, needs.weights, needs.workspace, spec, num_blocks, min(needs.max_model_len, tokens))
+    plan = MemoryPlan(host, budget, needs.weights, needs.workspace, spec, num_blocks, num_host_blocks, min(needs.max_model_len, tokens))
     _check(plan, config, needs, kv_bytes)
     return plan
 
 
 def _check(plan: MemoryPlan, config: DataPlaneConfig, needs: Needs, kv_bytes: int) -> None:
+    if 0 < config.swap_space < plan.spec.bytes_per_block:
+        raise MemoryPlanError(
+            f"a swap space of {config.swap_space} bytes does not hold one block of {plan.spec.bytes_per_block}: "
+            "raise --swap-space, or leave it at 0"
+        )
     if plan.num_blocks < 1:
         raise MemoryPlanError(
             f"no room for the KV cache: {max(0, kv_bytes)} bytes are left for it, one block needs {plan.spec.bytes_per_block}. "
             f"{plan.describe()}. {_advice(config)}"
         )
-    growth = plan.weights + plan.workspace + plan.kv_bytes
+    growth = plan.weights + plan.workspace + plan.kv_bytes + plan.swap_bytes
     if growth > plan.host.available:
         raise MemoryPlanError(
             f"not enough memory: {gib(growth)} are still needed, {gib(plan.host.available)} are available. {plan.describe()}. "

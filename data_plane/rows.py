@@ -63,6 +63,8 @@ class Rows:
 
     def _open(self, step: StepView) -> None:
         rows = step.opens["row"]
+        if int(step.opens["num_candidates"].max()) > self.vocab_size:
+            raise StepError(f"a row wants {int(step.opens['num_candidates'].max())} candidates, the vocabulary has {self.vocab_size}")
         self.params[rows] = step.opens
         self.last_token[rows] = NO_TOKEN
         for row in rows.tolist():
@@ -152,13 +154,20 @@ class Rows:
             raise StepError(f"row {int(token_rows[bad])} has input token {int(tokens[bad])}, the vocabulary has {self.vocab_size}")
         return tokens
 
-    def record(self, row: int, token: int) -> None:
-        """`token` was sampled by `row`: it is what a relay will find, and what penalties count."""
-        self.last_token[row] = token
-        attachments = self.attachments.get(row)
-        if attachments is not None and attachments.output_counts is not None and attachments.seen is not None:
-            attachments.output_counts[token] += 1
-            attachments.seen[token] = True
+    def num_candidates(self, rows: Ids) -> int:
+        """How many candidates `rows` return together, at most."""
+        return int(self.params["num_candidates"][rows].sum())
+
+    def record(self, rows: Ids, tokens: NDArray[np.int32]) -> None:
+        """`tokens` were sampled by `rows`: they are what a relay will find, and what penalties count."""
+        self.last_token[rows] = tokens
+        if not self.attachments:
+            return
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            attachments = self.attachments.get(row)
+            if attachments is not None and attachments.output_counts is not None and attachments.seen is not None:
+                attachments.output_counts[token] += 1
+                attachments.seen[token] = True
 
 
 def has_penalties(params: np.void) -> bool:

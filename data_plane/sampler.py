@@ -17,9 +17,11 @@ from twinplane.data_plane.rows import Attachments, Rows, has_penalties
 from twinplane.shared.wire import RESULT_ENTRY, ResultFlag, RowFlag
 
 Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
 
 # Weights below the first threshold hardly ever matter; 0 is the whole vocabulary.
 _THRESHOLDS = (1e-3, 1e-5, 0.0)
+_BOUNDS = (-4.0, -8.0, -16.0, -np.inf)  # below the greatest logit, for the likeliest tokens
 _TINY = float(np.finfo(np.float32).tiny)  # smallest temperature: below it 0 / T could be 0 / 0 where denormals are flushed
 
 
@@ -39,47 +41,73 @@ class Sampler:
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
 
-    def sample(self, logits: Floats, rows: NDArray[np.int64], positions: NDArray[np.int64], out: NDArray[np.void]) -> None:
+    def sample(
+        self,
+        logits: Floats,
+        rows: Ids,
+        positions: Ids,
+        out: NDArray[np.void],
+        candidates: NDArray[np.void] | None = None,
+    ) -> int:
         """Sample one token per row and record it in the rows' state.
 
         logits [R, vocab] (overwritten); rows [R]; positions [R], the position each new token will take;
-        out [R] RESULT_ENTRY. A row whose logits hold NaN or +inf, or are all -inf (before or after its edits), is
-        flagged NOT_FINITE and affects no other.
+        out [R] RESULT_ENTRY; candidates, room for those of all rows that return some, CANDIDATE. A row whose logits hold
+        NaN or +inf, or are all -inf (before or after its edits), is flagged NOT_FINITE, has no candidates and affects no
+        other. Returns how many candidates were written.
         """
         assert out.dtype == RESULT_ENTRY
         params = self._rows.params[rows]
-        draws = (params["flags"] & RowFlag.GREEDY) == 0
-        uniforms = np.zeros(len(rows))
-        if draws.any():
-            uniforms[draws] = uniform(params["seed"][draws], params["stream"][draws], positions[draws])
-        out["row"], out["logprob"], out["rank"], out["flags"] = rows, 0.0, 0, 0
-        for i, row in enumerate(rows.tolist()):
-            token = self._choose(logits[i], row, params[i], int(positions[i]), float(uniforms[i]))
-            if token is None:
-                out[i]["flags"] = ResultFlag.NOT_FINITE
-                token = 0  # a relay already sent for this row must still find a valid id
-            elif params[i]["flags"] & RowFlag.LOGPROBS:
-                out[i]["logprob"], out[i]["rank"] = logprob_and_rank(logits[i], token)
-            out[i]["token"] = token
-            self._rows.record(row, token)
+        best, finite = _best(logits)
+        self._edit(logits, rows, params, positions, best, finite)
+        tokens = best.astype(np.int32)
+        tokens[~finite] = 0  # a relay already sent for this row must still find a valid id
+        drawn = finite & ((params["flags"] & RowFlag.GREEDY) == 0) & (params["temperature"] > 0)
+        if drawn.any():
+            _draw_rows(logits, params, positions, np.flatnonzero(drawn), tokens)
+        out["row"], out["token"], out["logprob"], out["rank"] = rows, tokens, 0.0, 0
+        out["flags"] = np.where(finite, 0, ResultFlag.NOT_FINITE)
+        for i in np.flatnonzero(finite & ((params["flags"] & RowFlag.LOGPROBS) != 0)).tolist():
+            out[i]["logprob"], out[i]["rank"] = logprob_and_rank(logits[i], int(tokens[i]))
+        self._rows.record(rows, tokens)
+        return 0 if candidates is None else _list_candidates(logits, params, finite, candidates)
 
-    def _choose(self, logits: Floats, row: int, params: np.void, position: int, u: float) -> int | None:
-        """The row's token, or None if its logits are not finite. Leaves the edited, penalized logits in `logits`."""
-        best = int(logits.argmax())  # the first NaN, if there is one
-        if not np.isfinite(logits[best]):
-            return None
-        attachments = self._rows.attachments.get(row)
-        if attachments is not None:
-            edit(logits, attachments, position)
-            if has_penalties(params):
-                penalize(logits, attachments, params)
-            best = int(logits.argmax())
-            if not np.isfinite(logits[best]):
-                return None
-        if params["flags"] & RowFlag.GREEDY or params["temperature"] <= 0:
-            return best
-        filters = Filters(float(params["temperature"]), int(params["top_k"]), float(params["top_p"]), float(params["min_p"]))
-        return draw(logits, filters, u)
+    def _edit(self, logits: Floats, rows: Ids, params: NDArray[np.void], positions: Ids, best: Ids, finite: NDArray[np.bool_]) -> None:
+        """Apply what is attached to rows, in place; `best` and `finite` follow. Most steps have nothing of the kind."""
+        attached = self._rows.attachments
+        for i, row in enumerate(rows.tolist()) if attached else ():
+            attachments = attached.get(row)
+            if attachments is None or not finite[i]:
+                continue
+            edit(logits[i], attachments, int(positions[i]))
+            if has_penalties(params[i]):
+                penalize(logits[i], attachments, params[i])
+            best[i], finite[i] = (values[0] for values in _best(logits[i : i + 1]))
+
+
+def _best(logits: Floats) -> tuple[Ids, NDArray[np.bool_]]:
+    """Each row's most likely token (ties: lowest id), and whether its logits can be sampled from at all."""
+    best = logits.argmax(axis=1)  # the first NaN, if there is one
+    return best, np.isfinite(logits[np.arange(len(logits)), best])
+
+
+def _draw_rows(logits: Floats, params: NDArray[np.void], positions: Ids, drawn: Ids, tokens: NDArray[np.int32]) -> None:
+    """Draw for the rows numbered `drawn`, into `tokens`."""
+    uniforms = uniform(params["seed"][drawn], params["stream"][drawn], positions[drawn])
+    for i, u in zip(drawn.tolist(), uniforms.tolist(), strict=True):
+        row = params[i]
+        tokens[i] = draw(logits[i], Filters(float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), float(row["min_p"])), u)
+
+
+def _list_candidates(logits: Floats, params: NDArray[np.void], finite: NDArray[np.bool_], out: NDArray[np.void]) -> int:
+    """The likeliest tokens of every row that returns some, one row after another. Returns how many."""
+    used = 0
+    for i in np.flatnonzero(finite & (params["num_candidates"] > 0)).tolist():
+        ids, logprobs = likeliest(logits[i], int(params["num_candidates"][i]))
+        part = out[used : used + len(ids)]
+        part["token"], part["logprob"] = ids, logprobs
+        used += len(ids)
+    return used
 
 
 def edit(logits: Floats, attachments: Attachments, position: int) -> None:
@@ -110,6 +138,21 @@ def logprob_and_rank(logits: Floats, token: int) -> tuple[float, int]:
     above = logits - logits.max()
     total = float(np.exp(above).sum(dtype=np.float64))
     return float(above[token]) - float(np.log(total)), int((logits > logits[token]).sum()) + 1
+
+
+def likeliest(logits: Floats, count: int) -> tuple[Ids, NDArray[np.float64]]:
+    """The `count` likeliest tokens, likeliest first (ties: lower id first), and their natural log-probabilities.
+
+    Not a sort of the vocabulary: a bound is lowered from the greatest logit until enough tokens lie above it.
+    """
+    above = logits - logits.max()
+    total = float(np.exp(above).sum(dtype=np.float64))
+    for bound in _BOUNDS:
+        ids = np.flatnonzero(above >= bound)
+        if len(ids) >= count:
+            break
+    ids = ids[np.argsort(-above[ids], kind="stable")[:count]]
+    return ids, above[ids].astype(np.float64) - np.log(total)
 
 
 def draw(logits: Floats, filters: Filters, u: float) -> int:

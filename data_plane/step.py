@@ -12,7 +12,20 @@ from twinplane.shared import wire
 class StepView:
     """The used part of every region of one step slot. Valid until the slot is consumed."""
 
-    __slots__ = ("closes", "copies", "extras", "num_decodes", "opens", "sent_ns", "seqs", "step", "swap_ins", "swap_outs", "table_writes", "token_ids")
+    __slots__ = (
+        "closes",
+        "copies",
+        "extras",
+        "num_decodes",
+        "opens",
+        "sent_ns",
+        "seqs",
+        "step",
+        "swap_ins",
+        "swap_outs",
+        "table_writes",
+        "token_ids",
+    )
 
     def __init__(self, slot: NDArray[np.uint8], layout: wire.StepSlotLayout) -> None:
         header = _region(slot, layout.header, wire.STEP_HEADER, 1)[0].item()
@@ -36,15 +49,25 @@ def _region(slot: NDArray[np.uint8], offset: int, dtype: np.dtype[Any], count: i
 class ResultView:
     """A result slot to be filled."""
 
-    __slots__ = ("_entries", "header")
+    __slots__ = ("_capacities", "_layout", "_slot", "header")
 
-    def __init__(self, slot: NDArray[np.uint8], layout: wire.ResultSlotLayout) -> None:
+    def __init__(self, slot: NDArray[np.uint8], layout: wire.ResultSlotLayout, capacities: wire.Capacities) -> None:
         self.header = _region(slot, layout.header, wire.RESULT_HEADER, 1)
-        self._entries = slot[layout.entries :]
+        self._slot = slot
+        self._layout = layout
+        self._capacities = capacities
 
     def entries(self, count: int) -> NDArray[Any]:
-        """The first `count` entries. Raises ValueError if the slot is too small for them."""
-        size = count * wire.RESULT_ENTRY.itemsize
-        if size > self._entries.nbytes:
-            raise ValueError(f"{count} result entries need {size} bytes, the result slot has {self._entries.nbytes}")
-        return self._entries[:size].view(wire.RESULT_ENTRY)
+        """The first `count` entries. Raises ValueError if the slot has no room for them."""
+        _check_room("result entries", count, self._capacities.max_results)
+        return _region(self._slot, self._layout.entries, wire.RESULT_ENTRY, count)
+
+    def candidates(self, count: int) -> NDArray[Any]:
+        """The first `count` candidates. Raises ValueError if the slot has no room for them."""
+        _check_room("candidates", count, self._capacities.max_candidates)
+        return _region(self._slot, self._layout.candidates, wire.CANDIDATE, count)
+
+
+def _check_room(what: str, count: int, capacity: int) -> None:
+    if count > capacity:
+        raise ValueError(f"the step yields {count} {what}, a result has room for {capacity}")

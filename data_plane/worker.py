@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from twinplane.data_plane.device import Device
+from twinplane.data_plane.moves import BlockMover
 from twinplane.data_plane.rows import Rows
 from twinplane.data_plane.sampler import Sampler
 from twinplane.data_plane.step import ResultView, StepView
@@ -40,13 +41,24 @@ class StepFailedError(Exception):
 class Worker:
     """One session's loop over one device. Rows begin empty."""
 
-    def __init__(self, device: Device, rings: Rings, *, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
-        capacities = Capacities(*rings.capacities)
+    def __init__(
+        self,
+        device: Device,
+        rings: Rings,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        vocab_size: int,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self._capacities = capacities = Capacities(*rings.capacities)
         self._device = device
         self._rings = rings
         self._step_layout = StepSlotLayout(capacities)
         self._result_layout = ResultSlotLayout(capacities)
         self._rows = Rows(capacities, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, vocab_size=vocab_size)
+        self._mover = BlockMover(device, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         self._sampler = Sampler(self._rows)
         self._limiter = Limiter()
 
@@ -69,15 +81,15 @@ class Worker:
         slot = self._result_slot(sequence, stopped)
         if slot is None:
             return
-        result = ResultView(slot, self._result_layout)
+        result = ResultView(slot, self._result_layout, self._capacities)
         header = result.header
         header["step"], header["received_ns"], header["last"] = sequence, received_ns, 1
-        header["status"], header["num_entries"] = StepStatus.OK, 0
+        header["status"], header["num_entries"], header["num_candidates"] = StepStatus.OK, 0, 0
         header["apply_us"] = header["forward_us"] = header["sample_us"] = 0
         try:
             self._execute(sequence, result)
         except Exception as error:
-            header["status"], header["num_entries"] = StepStatus.FAILED, 0
+            header["status"], header["num_entries"], header["num_candidates"] = StepStatus.FAILED, 0, 0
             self._publish(sequence, result)
             raise StepFailedError(f"step {sequence} failed: {type(error).__name__}: {error}") from error
         self._publish(sequence, result)
@@ -88,9 +100,9 @@ class Worker:
         self._rings.set_phase(Phase.APPLY, sequence)
         step = StepView(self._rings.step(sequence), self._step_layout)
         self._rows.apply(step)
-        if len(step.copies):
-            self._device.copy_blocks(step.copies)
+        self._mover.apply(step)
         if not len(step.seqs):
+            _clock(header, "apply_us", started)
             return
         batch = self._rows.batch(step)
         started = _clock(header, "apply_us", started)
@@ -106,9 +118,11 @@ class Worker:
         if not len(sampling):
             return
         entries = result.entries(len(sampling))
+        rows = sampling["row"].astype(np.int64)
         positions = sampling["position"].astype(np.int64) + sampling["num_tokens"]
-        self._sampler.sample(logits, sampling["row"].astype(np.int64), positions, entries)
-        result.header["num_entries"] = len(entries)
+        candidates = result.candidates(self._rows.num_candidates(rows))
+        used = self._sampler.sample(logits, rows, positions, entries, candidates)
+        result.header["num_entries"], result.header["num_candidates"] = len(entries), used
         bad = entries["row"][(entries["flags"] & ResultFlag.NOT_FINITE) != 0]
         if len(bad):
             self._limiter.log(log.error, "logits_not_finite", rows=bad.tolist(), step=step.step)

@@ -131,6 +131,13 @@ class DataPlaneSettings(CommonSettings):
         "share of the device's memory for weights, workspace and KV cache",
         auto="the device's default",
     )
+    swap_space: int = option(
+        0,
+        Size(minimum=0),
+        "KV cache",
+        "host memory that KV blocks of preempted requests are swapped to instead of being recomputed; "
+        "on the CPU the KV cache is host memory already, so a larger one usually serves better than swap space",
+    )
     block_size: int | None = option(
         None, Integer(1, 256), "KV cache", "tokens per KV block", auto="by head dimension, number format and device"
     )

@@ -38,6 +38,7 @@ class Hello:
     fingerprint: str  # of weights and config
     block_size: int  # tokens
     num_blocks: int
+    num_host_blocks: int  # of the swap pool; 0 = none
     kv_dtype: str
     dtype: str
     kv_bytes_per_block: int

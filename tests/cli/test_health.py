@@ -16,7 +16,17 @@ from twinplane.shared import segment
 from twinplane.shared._shm import DataEnd
 from twinplane.shared.wire import Capacities
 
-CAPACITIES = Capacities(ring_depth=3, max_rows=2, max_step_tokens=8, max_table_writes=2, max_copies=1, max_extra_words=4, max_results=2, max_swaps=0, max_candidates=0)
+CAPACITIES = Capacities(
+    ring_depth=3,
+    max_rows=2,
+    max_step_tokens=8,
+    max_table_writes=2,
+    max_copies=1,
+    max_extra_words=4,
+    max_results=2,
+    max_swaps=0,
+    max_candidates=0,
+)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ import numpy as np
 from twinplane.data_plane.worker import Worker
 from twinplane.shared.wire import (
     BLOCK_COPY,
+    BLOCK_SWAP,
+    CANDIDATE,
     NO_TOKEN,
     RESULT_ENTRY,
     RESULT_HEADER,
@@ -32,7 +34,15 @@ from twinplane.shared.wire import (
 )
 
 CAPACITIES = Capacities(
-    ring_depth=4, max_rows=16, max_step_tokens=512, max_table_writes=1024, max_copies=64, max_extra_words=65536, max_results=16, max_swaps=64, max_candidates=256
+    ring_depth=4,
+    max_rows=16,
+    max_step_tokens=512,
+    max_table_writes=1024,
+    max_copies=64,
+    max_extra_words=65536,
+    max_results=16,
+    max_swaps=64,
+    max_candidates=256,
 )
 
 
@@ -77,13 +87,15 @@ class MemoryRings:
 class Result:
     header: Any
     entries: np.ndarray
+    candidates: np.ndarray
 
     @classmethod
     def parse(cls, slot: np.ndarray, capacities: Capacities = CAPACITIES) -> Result:
         layout = ResultSlotLayout(capacities)
         header = slot[layout.header : layout.header + RESULT_HEADER.itemsize].view(RESULT_HEADER)[0]
         end = layout.entries + int(header["num_entries"]) * RESULT_ENTRY.itemsize
-        return cls(header, slot[layout.entries : end].view(RESULT_ENTRY))
+        end_of_candidates = layout.candidates + int(header["num_candidates"]) * CANDIDATE.itemsize
+        return cls(header, slot[layout.entries : end].view(RESULT_ENTRY), slot[layout.candidates : end_of_candidates].view(CANDIDATE))
 
 
 @dataclass
@@ -96,6 +108,8 @@ class StepBuilder:
     closes: list[int] = field(default_factory=list)
     opens: list[Any] = field(default_factory=list)
     writes: list[tuple[int, int, int]] = field(default_factory=list)
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     extras: list[int] = field(default_factory=list)
 
@@ -125,6 +139,8 @@ class StepBuilder:
             ("closes", "num_closes", np.array(self.closes, dtype=np.uint32)),
             ("opens", "num_opens", np.array(self.opens, dtype=ROW_OPEN)),
             ("table_writes", "num_table_writes", np.array(self.writes, dtype=TABLE_WRITE)),
+            ("swap_outs", "num_swap_outs", np.array(self.swap_outs, dtype=BLOCK_SWAP)),
+            ("swap_ins", "num_swap_ins", np.array(self.swap_ins, dtype=BLOCK_SWAP)),
             ("copies", "num_copies", np.array(self.copies, dtype=BLOCK_COPY)),
             ("extras", "num_extra_words", np.array(self.extras, dtype=np.uint32)),
         )

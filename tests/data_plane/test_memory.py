@@ -63,6 +63,20 @@ def test_a_pool_smaller_than_the_model_length_lowers_it_unless_it_was_asked_for(
         plan(kv_cache_bytes=1000 * SPEC.bytes_per_token, given=True)
 
 
+def test_swap_space_is_planned_with_in_whole_blocks_and_counted():
+    without, got = plan(memory_fraction=0.5), plan(memory_fraction=0.5, swap_space=GIB)
+    assert got.num_host_blocks == GIB // SPEC.bytes_per_block and without.num_host_blocks == 0
+    assert 0 <= without.num_blocks - got.num_blocks - got.num_host_blocks <= 1
+    assert f"swap space {got.swap_bytes / 2**30:.2f} GiB = {got.num_host_blocks} blocks" in got.describe()
+    with pytest.raises(MemoryPlanError, match=r"still needed"):
+        plan(kv_cache_bytes=GIB, swap_space=11 * GIB)
+
+
+def test_a_swap_space_below_one_block_is_refused():
+    with pytest.raises(MemoryPlanError, match=rf"1000 bytes does not hold one block of {SPEC.bytes_per_block}: raise --swap-space"):
+        plan(swap_space=1000)
+
+
 @pytest.mark.parametrize(
     ("options", "weights", "advice"),
     [

@@ -15,7 +15,7 @@ from twinplane.data_plane.rows import Rows, StepError
 from twinplane.data_plane.sampler import Filters, Sampler
 from twinplane.data_plane.step import StepView
 from twinplane.kernels import reference
-from twinplane.shared.wire import RESULT_ENTRY, ExtraKind, ResultFlag, RowFlag, StepSlotLayout
+from twinplane.shared.wire import CANDIDATE, RESULT_ENTRY, ExtraKind, ResultFlag, RowFlag, StepSlotLayout
 
 VOCAB = 300
 GREEDY, LOGPROBS = int(RowFlag.GREEDY), int(RowFlag.LOGPROBS)
@@ -39,6 +39,12 @@ class Bench:
         out = np.zeros(len(rows), dtype=RESULT_ENTRY)
         self._sampler.sample(logits.copy(), np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64), out)
         return out
+
+    def candidates(self, logits: np.ndarray, rows: list[int], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Entries, and the candidates of all rows."""
+        out, room = np.zeros(len(rows), dtype=RESULT_ENTRY), np.zeros(self.rows.num_candidates(np.array(rows)), dtype=CANDIDATE)
+        used = self._sampler.sample(logits.copy(), np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64), out, room)
+        return out, room[:used]
 
     def one(self, logits: np.ndarray, position: int = 5, extras: dict[ExtraKind, list[int]] | None = None, **params: Any) -> np.void:
         self.open(3, extras, **params)
@@ -276,3 +282,54 @@ def test_greedy_takes_the_lowest_id_among_equals():
     logits = np.zeros(VOCAB, dtype=np.float32)
     logits[[40, 7, 99]] = 2.0
     assert int(Bench().one(logits, flags=GREEDY)["token"]) == 7
+
+
+# ---------------------------------------------------------------------------------------- candidates
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.0, 0.05, 1.0, 8.0, 40.0]),
+    levels=st.sampled_from([0, 3]),
+    count=st.sampled_from([1, 2, 8, 32, VOCAB]),
+)
+def test_candidates_are_the_head_of_the_sorted_log_softmax(seed, spread, levels, count):
+    logits = random_logits(VOCAB, seed=seed, spread=spread)
+    if levels:
+        logits = np.round(logits * levels) / levels  # many ties: lower ids come first
+    bench = Bench()
+    bench.open(3, flags=GREEDY, num_candidates=count)
+    _, got = bench.candidates(logits[None], [3], [5])
+    order = np.argsort(-logits, kind="stable")[:count]
+    assert got["token"].tolist() == order.tolist()
+    expected = torch.from_numpy(logits).double().log_softmax(-1).numpy()[order]
+    np.testing.assert_allclose(got["logprob"], expected, rtol=1e-6, atol=2e-6)
+
+
+def test_candidates_lie_in_the_order_of_the_entries_and_failed_rows_have_none():
+    bench, logits = Bench(), random_logits(4, VOCAB)
+    logits[1, 5] = np.nan
+    for row, count in enumerate((3, 4, 0, 2)):
+        bench.open(row, flags=GREEDY, num_candidates=count)
+    entries, got = bench.candidates(logits, [0, 1, 2, 3], [5] * 4)
+    assert entries["flags"].tolist() == [0, ResultFlag.NOT_FINITE, 0, 0]
+    expected = [*np.argsort(-logits[0], kind="stable")[:3], *np.argsort(-logits[3], kind="stable")[:2]]
+    assert got["token"].tolist() == expected
+
+
+def test_candidates_are_of_the_edited_and_penalized_distribution_and_agree_with_the_chosen_token():
+    bench, logits = Bench(), random_logits(VOCAB)
+    best = int(logits.argmax())
+    extras = {ExtraKind.SUPPRESSED_TOKENS: [50, best], ExtraKind.OUTPUT_HISTORY: [9, 9], ExtraKind.LOGIT_BIAS: [9, float_bits(30.0)]}
+    bench.open(0, extras, flags=GREEDY | LOGPROBS, num_candidates=VOCAB, frequency_penalty=2.0, temperature=0.1)
+    entries, got = bench.candidates(logits[None], [0], [5])
+    final = reference.penalize(reference.edit_logits(torch.from_numpy(logits).double(), {9: 30.0}, None, [best]), [], [9, 9], 1.0, 0.0, 2.0)
+    np.testing.assert_allclose(got["logprob"], final.log_softmax(-1).numpy()[got["token"]], atol=2e-5)
+    assert int(got["token"][-1]) == best and got["logprob"][-1] == -np.inf
+    assert (got["token"][0], got["logprob"][0]) == (entries["token"][0], entries["logprob"][0])
+
+
+def test_more_candidates_than_tokens_are_refused():
+    with pytest.raises(StepError, match=r"wants 301 candidates, the vocabulary has 300"):
+        Bench().open(0, num_candidates=301)

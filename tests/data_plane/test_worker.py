@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -108,6 +109,24 @@ def test_decodes_and_chunks_share_a_step_without_disturbing_each_other(served):
     step.sequence(2, 0, [5, 6, 7], samples=True)
     entries = run_step(worker, rings, step).entries
     assert [(int(e["row"]), int(e["token"])) for e in entries] == [(7, alone[1]), (2, alone[0])]
+
+
+def test_candidates_travel_in_the_result_and_a_result_without_room_for_them_fails_the_step(served):
+    worker, rings = served.session()
+    result = run_step(worker, rings, first_step(num_candidates=4))
+    assert int(result.header["num_candidates"]) == len(result.candidates) == 4
+    assert int(result.candidates["token"][0]) == int(result.entries[0]["token"])
+    assert (np.diff(result.candidates["logprob"]) <= 0).all()
+    later = StepBuilder(1)
+    later.sequence(0, 3, [9], samples=False)
+    assert len(run_step(worker, rings, later).candidates) == 0
+    many = StepBuilder(2, closes=[0])
+    for row in range(2):
+        many.open(row, flags=GREEDY, num_candidates=CAPACITIES.max_candidates // 2 + 1)
+        many.sequence(row, 0, [5], samples=True)
+    rings.steps.append(many.build())
+    with pytest.raises(StepFailedError, match=r"yields 258 candidates, a result has room for 256"):
+        worker.run(lambda: False)
 
 
 # ----------------------------------------------------------------------------------------------- faults

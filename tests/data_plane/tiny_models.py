@@ -124,6 +124,7 @@ class Served:
         path: Path,
         *,
         num_blocks: int = 64,
+        num_host_blocks: int = 0,
         max_model_len: int = 256,
         dtype: str = "float32",
         kv_dtype: torch.dtype = torch.float32,
@@ -141,9 +142,10 @@ class Served:
         self.model: Model = self.device.load(cls, context)
         self.block_size = block_size or choose_block_size(self.shape.layers[0].head_dim, kv_dtype)
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.max_model_len = max_model_len
         self.spec = KVSpec(self.shape.layers, kv_dtype, self.block_size)
-        self.device.allocate_kv(self.spec, num_blocks)
+        self.device.allocate_kv(self.spec, num_blocks, num_host_blocks)
 
     def session(self) -> tuple[Worker, MemoryRings]:
         """A new session: empty rows."""
@@ -153,6 +155,7 @@ class Served:
             rings,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
             max_model_len=self.max_model_len,
             vocab_size=self.shape.vocab_size,
         )

@@ -81,7 +81,17 @@ def spawn() -> Iterator[Callable[..., PeerProcess]]:
 
 @pytest.fixture
 def capacities() -> Capacities:
-    return Capacities(ring_depth=4, max_rows=8, max_step_tokens=64, max_table_writes=16, max_copies=4, max_extra_words=16, max_results=16, max_swaps=4, max_candidates=16)
+    return Capacities(
+        ring_depth=4,
+        max_rows=8,
+        max_step_tokens=64,
+        max_table_writes=16,
+        max_copies=4,
+        max_extra_words=16,
+        max_results=16,
+        max_swaps=4,
+        max_candidates=16,
+    )
 
 
 @pytest.fixture

@@ -21,7 +21,17 @@ from twinplane.shared import segment
 from twinplane.shared._shm import ControlEnd, DataEnd, ProtocolError, signal_at
 from twinplane.shared.wire import Capacities, Phase
 
-CAPACITIES = Capacities(ring_depth=4, max_rows=8, max_step_tokens=64, max_table_writes=16, max_copies=4, max_extra_words=16, max_results=16, max_swaps=4, max_candidates=16)
+CAPACITIES = Capacities(
+    ring_depth=4,
+    max_rows=8,
+    max_step_tokens=64,
+    max_table_writes=16,
+    max_copies=4,
+    max_extra_words=16,
+    max_results=16,
+    max_swaps=4,
+    max_candidates=16,
+)
 SECOND_NS = 1_000_000_000
 PEER_GONE = 3
 

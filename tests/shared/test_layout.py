@@ -97,7 +97,15 @@ def test_each_counter_has_a_cache_line_of_its_own() -> None:
 def test_golden_bytes_of_a_step() -> None:
     """Capacities chosen so that every region starts right behind the last; offsets spelled out by hand."""
     capacities = wire.Capacities(
-        ring_depth=2, max_rows=2, max_step_tokens=16, max_table_writes=4, max_copies=2, max_extra_words=4, max_results=2, max_swaps=1, max_candidates=2
+        ring_depth=2,
+        max_rows=2,
+        max_step_tokens=16,
+        max_table_writes=4,
+        max_copies=2,
+        max_extra_words=4,
+        max_results=2,
+        max_swaps=1,
+        max_candidates=2,
     )
     slot = np.zeros(wire.StepSlotLayout(capacities).bytes, np.uint8)
     layout = wire.StepSlotLayout(capacities)

@@ -43,8 +43,8 @@ async def server(path: Path) -> AsyncIterator[LifelineServer]:
 def hello() -> Hello:
     return Hello(
         layout_hash=f"{wire.LAYOUT_HASH:x}", pid=os.getpid(), start_time=process_start_time(os.getpid()), device="cpu", model="/m",
-        fingerprint="f", block_size=16, num_blocks=8, kv_dtype="float32", dtype="float32", kv_bytes_per_block=64, max_model_len=128,
-        vocab_size=100, num_layers=2, loaded=False,
+        fingerprint="f", block_size=16, num_blocks=8, num_host_blocks=0, kv_dtype="float32",
+        dtype="float32", kv_bytes_per_block=64, max_model_len=128, vocab_size=100, num_layers=2, loaded=False,
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from twinplane.shared import messages
 from twinplane.shared.messages import Drain, Fatal, Hello, Message, MessageError, Progress, Ready, Refuse, Welcome, decode, encode
 
 HELLO = Hello(
-    layout_hash="ab", pid=1, start_time=2, device="cpu", model="/m", fingerprint="f", block_size=16, num_blocks=8, kv_dtype="float32",
-    dtype="float32", kv_bytes_per_block=64, max_model_len=128, vocab_size=100, num_layers=2, loaded=False,
+    layout_hash="ab", pid=1, start_time=2, device="cpu", model="/m", fingerprint="f", block_size=16, num_blocks=8, num_host_blocks=0,
+    kv_dtype="float32", dtype="float32", kv_bytes_per_block=64, max_model_len=128, vocab_size=100, num_layers=2, loaded=False,
 )  # fmt: skip
 EVERY: list[Message] = [
     HELLO,
