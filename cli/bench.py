@@ -22,12 +22,13 @@ BENCHMARKS = {
     "tick": "one pass of the scheduler, by number of running sequences",
     "kernels": "the kernels the models run on, by shape",
     "serving": "tokens per second of a server, beside transformers' continuous batching",
+    "interference": "inter-token latency of streams while long prompts arrive",
     "soak": "minutes under load with cancels: what grows, what is left",
 }
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    epilog = "benchmarks:\n" + "\n".join(f"  {name:<8} {what}" for name, what in BENCHMARKS.items())
+    epilog = "benchmarks:\n" + "\n".join(f"  {name:<13} {what}" for name, what in BENCHMARKS.items())
     parser = new_parser(prog, "Measure parts of Twinplane on this machine. Figures are only as good as the machine is idle.", epilog)
     parser.add_argument("name", choices=sorted(BENCHMARKS), metavar="NAME", help="which; see below")
     parser.add_argument("parameters", nargs="*", type=_parameter, metavar="PARAMETER=N", help="parameters of the benchmark's run()")

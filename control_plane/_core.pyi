@@ -79,6 +79,7 @@ class CoreConfig:
         max_waiting_requests: int = 1024,
         max_waiting_tokens: int = 1 << 20,
         max_model_len: int = 2048,
+        itl_target_us: int = 0,  # 0 = none
     ) -> None: ...
 
 class Pool:
@@ -114,6 +115,12 @@ class Stats(NamedTuple):
     host_gap_ns_total: int  # data plane idle while work was runnable
     missed_wakes: int
     last_step_ns: int  # CLOCK_MONOTONIC of the last retired step, 0 = none
+    step_us: int  # what the last retired step took in the data plane
+    predicted_us: int  # what the cost model had expected of it
+    step_margin: float  # 99 % of the steps with prompt chunks take at most so many times what is predicted; 0 before the first step
+    chunk_allowance: int  # prompt tokens the last step with some had room for
+    steps_with_decodes: int
+    steps_over_target: int  # of these, slower than itl_target_us
 
 class Scheduler:
     """The scheduler without thread, rings and clock: for tests and the simulator. Not thread-safe."""

@@ -130,7 +130,8 @@ class Engine:
         self._set_session_state(EngineState.STOPPED)
 
     def _log_figures(self) -> None:
-        """What the scheduler did and cost. ``host_gap``: the data plane waited for a step although there was work."""
+        """What the scheduler did and cost. ``host_gap``: the data plane waited for a step although there was work;
+        ``over_itl_target``: share of the steps with decodes that took longer than --itl-target-ms."""
         stats = self._core.stats()
         logger.info(
             "scheduler",
@@ -142,6 +143,11 @@ class Engine:
             tick_max_us=round(stats.tick_ns_max / 1e3, 1),
             host_gap_us=round(stats.host_gap_ns_total / 1e3 / max(stats.steps_retired, 1), 2),
             missed_wakes=stats.missed_wakes,
+            step_us=stats.step_us,
+            predicted_us=stats.predicted_us,
+            step_margin=round(stats.step_margin, 3),
+            chunk_allowance=stats.chunk_allowance,
+            over_itl_target=round(stats.steps_over_target / max(stats.steps_with_decodes, 1), 4),
         )
 
     async def drain(self, grace: float) -> int:

@@ -79,6 +79,7 @@ class ControlPlane:
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
             max_model_len=limit,
+            itl_target_us=round(settings.itl_target_ms * 1e3),
         )
         core = _core.EngineCore(config)
         engine = Engine(core, eos_token_ids=card.eos_token_ids, max_model_len=limit, seed=settings.seed)

@@ -86,6 +86,12 @@ class ControlPlaneSettings(CommonSettings):
     uds: str | None = option(None, Text("PATH"), "network", "listen on this UNIX socket instead of host and port", auto="TCP")
 
     max_chunk_tokens: int = option(256, Integer(1, 1 << 20), "scheduler", "prompt tokens one sequence may get in one step")
+    itl_target_ms: float = option(
+        0.0,
+        Number(0, 60_000, "MS"),
+        "scheduler",
+        "inter-token latency that 99 % of the tokens are to stay within: prompts get what is left of each step; 0 = no target",
+    )
     overlap_depth: int = option(2, Integer(1, 3), "scheduler", "steps in flight; 1 plans a step only after the last one returned")
     max_waiting_requests: int = option(1024, Integer(0), "scheduler", "requests queued beyond those in flight; more are refused")
     max_waiting_tokens: int = option(1 << 20, Integer(0), "scheduler", "prompt tokens queued; more are refused")

@@ -1,33 +1,51 @@
-// What one step can carry, and how it is dealt: tokens, block-table writes, row attachments.
+// What one step can carry, and how it is dealt: tokens, block-table writes, row attachments, and time.
 #pragma once
 
 #include <algorithm>
 
+#include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/state.hpp"
 
 namespace twinplane::core {
 
+// Prompt tokens a step carries at least if there are any, whatever the latency target says: progress wins. So a prompt
+// of n tokens that is first in line is computed within n / kLeastChunkTokens steps.
+inline constexpr TokenCount kLeastChunkTokens{16};
+
 class Budget {
  public:
   explicit Budget(const State& state)
-      : chunk_cap_(state.config.max_chunk_tokens),
+      : costs_(state.session.costs),
+        target_us_(state.config.itl_target_us),
+        chunk_cap_(state.config.max_chunk_tokens),
         tokens_(state.config.max_step_tokens),
         table_writes_(state.session.capacities.max_table_writes),
         extra_words_{state.session.capacities.max_extra_words} {}
 
   bool has_tokens() const { return tokens_ != TokenCount{0}; }
+  const StepLoad& load() const { return load_; }
 
   // One decode. There is always room: max_rows <= max_step_tokens, and max_table_writes covers a growth of every row.
-  void take_decode(BlockCount growth) {
+  void take_decode(const Sequence& sequence, BlockCount growth) {
     --tokens_;
     table_writes_ -= growth;
+    load_.add_decode(sequence.num_computed.value + 1);
   }
 
-  // Tokens of a chunk, of the `rest` there is to do.
-  TokenCount take_chunk(TokenCount rest) {
-    const TokenCount tokens = std::min({rest, chunk_cap_, tokens_});
+  // Both are asked after all decodes were dealt to. If there are any, they wait for this step, and it is to stay within
+  // the latency target; nobody waits for a step without.
+
+  // Prompt tokens this step has room for.
+  TokenCount allowance() const { return within_target(tokens_, TokenCount{0}); }
+
+  // What this step has for the next chunk of a sequence; 0 if nothing.
+  TokenCount chunk_for(const Sequence& sequence) const {
+    return within_target(std::min({sequence.distance(), chunk_cap_, tokens_}), sequence.num_computed);
+  }
+
+  void take_chunk(const Sequence& sequence, TokenCount tokens) {
     tokens_ -= tokens;
-    return tokens;
+    load_.add_chunk(tokens.value, sequence.num_computed.value);
   }
 
   // What opening a row takes beside tokens; false (and nothing taken) if this step can not carry it. The next one can:
@@ -40,6 +58,15 @@ class Budget {
   }
 
  private:
+  TokenCount within_target(TokenCount tokens, TokenCount context) const {
+    if (target_us_ == 0 || load_.decodes == 0) return tokens;
+    const TokenCount affordable{costs_.affordable(load_, context.value, target_us_)};
+    return std::min(tokens, load_.chunks == 0 ? std::max(affordable, kLeastChunkTokens) : affordable);
+  }
+
+  const CostModel& costs_;
+  uint32_t target_us_;  // 0 = none
+  StepLoad load_;       // dealt so far
   TokenCount chunk_cap_;
   TokenCount tokens_;
   BlockCount table_writes_;  // one per block

@@ -74,6 +74,8 @@ void Scheduler::commit(const StepPlan& plan, std::byte* slot, Nanos now) {
   StepWriter step(slot, session_->capacities);
   StepRecord& record = session_->record(session_->sent);
   record.rows.clear();
+  record.load = plan.load;
+  if (plan.load.chunks != 0) counters_.chunk_allowance = plan.chunk_allowance.value;
   for (const Scheduled& decode : plan.decodes) {
     Sequence& sequence = *decode.sequence;
     if (sequence.needs_block(session_->pool.block_size)) add_block(sequence, step);

@@ -16,6 +16,7 @@ struct Config {
   uint32_t max_waiting_requests = 1024;      // bounds of the waiting queue
   uint64_t max_waiting_tokens = 1ull << 20;  // known tokens of all that wait
   TokenCount max_model_len{2048};            // context limit: prompt + max_tokens
+  uint32_t itl_target_us = 0;                // inter-token latency to keep prompts within; 0 = none
 
   // Requests in the core at once: submitting stops at max_waiting_requests, at most max_rows are resident, and
   // preemption moves a request between the two without adding one. All tables are sized by it (INV-11).

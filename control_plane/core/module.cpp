@@ -166,19 +166,22 @@ void bind_config(nb::module_& m) {
       .def(
           "__init__",
           [](Config* self, uint32_t max_rows, uint32_t max_step_tokens, uint32_t max_chunk_tokens, uint32_t depth,
-             uint32_t max_waiting_requests, uint64_t max_waiting_tokens, uint32_t max_model_len) {
+             uint32_t max_waiting_requests, uint64_t max_waiting_tokens, uint32_t max_model_len,
+             uint32_t itl_target_us) {
             const Config config{.max_rows = max_rows,
                                 .max_step_tokens = {max_step_tokens},
                                 .max_chunk_tokens = {max_chunk_tokens},
                                 .depth = depth,
                                 .max_waiting_requests = max_waiting_requests,
                                 .max_waiting_tokens = max_waiting_tokens,
-                                .max_model_len = {max_model_len}};
+                                .max_model_len = {max_model_len},
+                                .itl_target_us = itl_target_us};
             config.validate();
             new (self) Config(config);
           },
           nb::kw_only(), "max_rows"_a = 64, "max_step_tokens"_a = 2048, "max_chunk_tokens"_a = 512, "depth"_a = 2,
-          "max_waiting_requests"_a = 1024, "max_waiting_tokens"_a = 1 << 20, "max_model_len"_a = 2048);
+          "max_waiting_requests"_a = 1024, "max_waiting_tokens"_a = 1 << 20, "max_model_len"_a = 2048,
+          "itl_target_us"_a = 0);
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
       [](Pool* self, uint32_t num_blocks, uint32_t block_size, uint32_t num_host_blocks) {

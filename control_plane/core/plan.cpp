@@ -10,8 +10,10 @@ const StepPlan& Planner::plan(const State& state) {
   Residency residency(state, plan_);
   Budget budget(state);
   deal_to_decodes(state, residency, budget);
+  plan_.chunk_allowance = budget.allowance();
   deal_to_chunks(state, budget);
   if (!residency.is_short()) admit(state, residency, budget);
+  plan_.load = budget.load();
   return plan_;
 }
 
@@ -28,17 +30,19 @@ void Planner::deal_to_decodes(const State& state, Residency& residency, Budget& 
     }
     const bool grows = sequence.needs_block(block_size);
     if (grows && !residency.grow(i)) continue;
-    budget.take_decode({grows});
+    budget.take_decode(sequence, {grows});
     plan_.decodes.push_back({&sequence, TokenCount{1}});
   }
 }
 
 void Planner::deal_to_chunks(const State& state, Budget& budget) {
   for (const size_t i : behind_) {
-    if (!budget.has_tokens()) return;
     if (plan_.yields.test(i)) continue;
     Sequence& sequence = state.running[i];
-    plan_.chunks.push_back({&sequence, budget.take_chunk(sequence.distance())});
+    const TokenCount tokens = budget.chunk_for(sequence);
+    if (tokens == TokenCount{0}) return;
+    budget.take_chunk(sequence, tokens);
+    plan_.chunks.push_back({&sequence, tokens});
   }
 }
 
@@ -50,8 +54,10 @@ void Planner::admit(const State& state, Residency& residency, Budget& budget) {
     if (sequence.row != kNoRow) return;
     const BlockCount blocks = blocks_for(sequence.admission_tokens(), state.session.pool.block_size);
     const WordCount words = extra_words(sequence.params, sequence.prompt_tokens, sequence.emitted());
-    if (!residency.admit(sequence) || !budget.take_opening(blocks, words)) return;
-    plan_.admissions.push_back({&sequence, budget.take_chunk(sequence.distance())});
+    const TokenCount tokens = budget.chunk_for(sequence);
+    if (tokens == TokenCount{0} || !residency.admit(sequence) || !budget.take_opening(blocks, words)) return;
+    budget.take_chunk(sequence, tokens);
+    plan_.admissions.push_back({&sequence, tokens});
   }
 }
 

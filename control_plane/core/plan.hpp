@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/state.hpp"
 
 namespace twinplane::core {
@@ -29,6 +30,8 @@ struct StepPlan {
     decodes.clear();
     chunks.clear();
     admissions.clear();
+    load = {};
+    chunk_allowance = {0};
   }
 
   bool has_work() const { return !decodes.empty() || !chunks.empty() || !admissions.empty(); }
@@ -38,6 +41,8 @@ struct StepPlan {
   std::vector<Scheduled> decodes;     // one token each; a new block if the last one is full
   std::vector<Scheduled> chunks;      // of sequences that are resident
   std::vector<Scheduled> admissions;  // become resident, with their first chunk
+  StepLoad load;                      // what all of it adds up to
+  TokenCount chunk_allowance;         // prompt tokens the step had room for
 };
 
 class Residency;

@@ -81,7 +81,8 @@ void add_named_tuples(nb::module_& module) {
                            "running waiting waiting_tokens blocks_total blocks_free blocks_cached blocks_referenced "
                            "blocks_fenced steps_sent steps_retired tokens_emitted prompt_tokens_computed preemptions "
                            "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
-                           "last_step_ns");
+                           "last_step_ns step_us predicted_us step_margin chunk_allowance steps_with_decodes "
+                           "steps_over_target");
 }
 
 nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
@@ -115,7 +116,8 @@ nb::object to_stats(const Stats& s, uint64_t refused) {
                                 s.blocks_referenced, s.blocks_fenced, c.steps_sent, c.steps_retired, c.tokens_emitted,
                                 c.prompt_tokens_computed, c.preemptions, to_list(std::span<const uint64_t>(c.finished)),
                                 refused, c.ticks, s.tick_ns_total, s.tick_ns_max, c.host_gap_ns, s.missed_wakes,
-                                c.last_step_ns);
+                                c.last_step_ns, c.step_us, c.predicted_us, c.step_margin, c.chunk_allowance,
+                                c.steps_with_decodes, c.steps_over_target);
 }
 
 nb::dict to_dict(const std::optional<PeerView>& peer) {

@@ -42,7 +42,24 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
     std::memcpy(&entry, slot + layout.entries + i * sizeof(entry), sizeof(entry));
     take_entry(entry, record, now);
   }
-  if (header.last != 0) complete_step(record, {header.finished_ns}, now);
+  if (header.last != 0) complete_step(record, header, now);
+}
+
+// What the step took, from when the data plane turned to it: it may have lain in the ring behind the one before. The
+// planes share CLOCK_MONOTONIC; what a peer's broken clock says is not learned from.
+void Scheduler::learn(const StepRecord& record, const wire::ResultHeader& header, Nanos now) {
+  const uint64_t begun_ns = std::max(header.received_ns, session_->finished.value);
+  session_->finished = std::max(session_->finished, std::min<Nanos>({header.finished_ns}, now));
+  if (begun_ns == 0 || header.finished_ns <= begun_ns || header.finished_ns > now.value || record.rows.empty()) return;
+  const double measured_us = static_cast<double>(header.finished_ns - begun_ns) / 1e3;
+  counters_.step_us = static_cast<uint64_t>(measured_us);
+  counters_.predicted_us = static_cast<uint64_t>(session_->costs.predict_us(record.load));
+  if (record.load.decodes != 0) {
+    ++counters_.steps_with_decodes;
+    counters_.steps_over_target += config_.itl_target_us != 0 && measured_us > config_.itl_target_us;
+  }
+  session_->costs.observe(record.load, measured_us);
+  counters_.step_margin = session_->costs.margin();
 }
 
 void Scheduler::take_entry(const wire::ResultEntry& entry, StepRecord& record, Nanos now) {
@@ -71,20 +88,23 @@ void Scheduler::take_entry(const wire::ResultEntry& entry, StepRecord& record, N
   }
 }
 
-void Scheduler::complete_step(StepRecord& record, Nanos finished, Nanos now) {
+void Scheduler::complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now) {
   if (!record.samples.empty()) {
     fault("step " + text(session_->retired.value) + " ended without a token for row " + text(record.samples.first()));
   }
   for (const RowId row : record.rows) {
     if (Sequence* const sequence = session_->rows.owner(row)) sequence->failed_steps = 0;
   }
+  learn(record, header, now);
   ++session_->retired;
   ++counters_.steps_retired;
   counters_.last_step_ns = now.value;
   session_->blocks.retire(session_->retired);
   session_->rows.retire(session_->retired);
   // The two planes share CLOCK_MONOTONIC. A clock that says otherwise only spoils a statistic, so the later one counts.
-  if (session_->in_flight() == StepSeq{0} && has_work()) session_->idle_since = std::min(finished, now);
+  if (session_->in_flight() == StepSeq{0} && has_work()) {
+    session_->idle_since = std::min<Nanos>({header.finished_ns}, now);
+  }
 }
 
 }  // namespace twinplane::core

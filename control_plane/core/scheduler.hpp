@@ -38,6 +38,12 @@ struct Counters {
   uint64_t ticks = 0;
   uint64_t host_gap_ns = 0;   // the data plane had nothing to do although work was runnable
   uint64_t last_step_ns = 0;  // when the last step retired
+  uint64_t step_us = 0;       // what the last step took
+  uint64_t predicted_us = 0;  // what it was expected to take
+  double step_margin = 0;     // 99 % of the steps with prompt chunks take at most so many times the expected time
+  uint64_t steps_with_decodes = 0;
+  uint64_t steps_over_target = 0;  // of these, slower than the latency target
+  uint64_t chunk_allowance = 0;    // prompt tokens the last step with some might have carried
 };
 
 class Scheduler {
@@ -104,7 +110,8 @@ class Scheduler {
 
   // retire.cpp
   void take_entry(const wire::ResultEntry& entry, StepRecord& record, Nanos now);
-  void complete_step(StepRecord& record, Nanos finished, Nanos now);
+  void complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now);
+  void learn(const StepRecord& record, const wire::ResultHeader& header, Nanos now);
   [[noreturn]] void fault(const std::string& message);
 
   // scheduler.cpp

@@ -8,6 +8,7 @@
 #include "control_plane/core/bit_set.hpp"
 #include "control_plane/core/block_pool.hpp"
 #include "control_plane/core/config.hpp"
+#include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/deadlines.hpp"
 #include "control_plane/core/line.hpp"
 #include "control_plane/core/rows.hpp"
@@ -22,6 +23,7 @@ struct StepRecord {
 
   std::vector<RowId> rows;  // every scheduled row
   BitSet samples;           // rows that still owe a token
+  StepLoad load;
 };
 
 // One attachment of one data plane. Step numbers begin at 0 in each.
@@ -43,6 +45,8 @@ struct Session {
   StepSeq sent;                     // steps written; the next one's number
   StepSeq retired;                  // steps whose last result came
   std::vector<StepRecord> records;  // of the steps in flight
+  CostModel costs;                  // of this data plane's steps
+  Nanos finished;                   // when the data plane was done with the last step that retired
   Nanos idle_since;                 // the data plane has been idle since then although there is work; 0 = it is not
   bool has_failed = false;          // a step failed or the peer broke the protocol: nothing more is sent
 };
