@@ -67,6 +67,7 @@ class Refusal(NamedTuple):
     limit: int
     asked: int
     message: str  # names the limit, its value and what was asked
+    unit: str  # of a full queue: "requests" or "tokens"; else ""
 
 class CoreConfig:
     def __init__(
@@ -121,6 +122,8 @@ class Stats(NamedTuple):
     chunk_allowance: int  # prompt tokens the last step with some had room for
     steps_with_decodes: int
     steps_over_target: int  # of these, slower than itl_target_us
+    dequeued: int  # requests that left the waiting queue since the start, for whatever reason, less those put back
+    dequeued_tokens: int  # their tokens
 
 class Scheduler:
     """The scheduler without thread, rings and clock: for tests and the simulator. Not thread-safe."""

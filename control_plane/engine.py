@@ -20,6 +20,7 @@ import numpy as np
 from twinplane.shared import log
 
 from . import _core
+from .rates import DrainRate, TokenRate
 from .types import (
     DeadlineError,
     Delta,
@@ -44,8 +45,7 @@ from .types import (
 
 logger = log.get_logger(__name__)
 
-RETRY_DELAY_S = 1.0  # suggested to clients when the data plane is away or the queue is full
-_RATE_WINDOW_S = 5.0  # window of the generated-tokens-per-second gauge
+RETRY_DELAY_S = 1.0  # suggested to clients when the data plane is away, or nothing better is known
 
 
 class _Stream:
@@ -107,7 +107,8 @@ class Engine:
         self._changed = asyncio.Event()  # replaced at every change, so that any number may wait
         self._idle = asyncio.Event()
         self._idle.set()
-        self._rate = _TokenRate()
+        self._rate = TokenRate()
+        self._drain_rate = DrainRate()
         self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
         self._failure: EngineError | None = None  # why streams end early while stopping
 
@@ -269,11 +270,24 @@ class Engine:
         refusal = self._core.submit(core_id, np.asarray(request.prompt_token_ids, dtype=np.int32), params)
         if refusal is not None:
             del self._streams[core_id]
-            raise _refused(refusal)
+            raise _refused(refusal, self._retry_delay(refusal))
         self._next_core_id += 1
         self._core_ids[request.request_id] = core_id
         self._idle.clear()
         return stream
+
+    def _retry_delay(self, refusal: _core.Refusal) -> float:
+        """Seconds until a full queue has room for the request, by the pace at which it empties."""
+        if refusal.unit:
+            self._sample_queue(time.monotonic())
+            delay = self._drain_rate.seconds_until(**{refusal.unit: refusal.asked - refusal.limit})
+            if delay is not None:
+                return delay
+        return RETRY_DELAY_S
+
+    def _sample_queue(self, now: float) -> None:
+        stats = self._core.stats()
+        self._drain_rate.sample(now, stats.dequeued, stats.dequeued_tokens)
 
     def _check_accepting(self) -> None:
         if self._draining or self._session_state is EngineState.STOPPED:
@@ -337,6 +351,9 @@ class Engine:
             if stream is not None:
                 stream.push(event)
         self._rate.add(tokens)
+        now = time.monotonic()
+        if self._drain_rate.is_due(now):
+            self._sample_queue(now)
 
     def _delta(self, event: _core.Event) -> Delta:
         finish = _FINISHES.get(event.finish)
@@ -388,11 +405,11 @@ _REFUSALS: dict[str, type[EngineError]] = {
 }
 
 
-def _refused(refusal: _core.Refusal) -> EngineError:
+def _refused(refusal: _core.Refusal, retry_delay: float) -> EngineError:
     error = _REFUSALS[refusal.reason]
     return error(
         refusal.message,
-        retry_delay=RETRY_DELAY_S if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE") else None,
+        retry_delay=retry_delay if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE") else None,
         metadata={"limit": str(refusal.limit), "asked": str(refusal.asked)},
     )
 
@@ -400,24 +417,3 @@ def _refused(refusal: _core.Refusal) -> EngineError:
 def _timing(event: _core.Event) -> Timing:
     queue, prefill, decode = event.queued_ns / 1e9, event.prefill_ns / 1e9, event.decode_ns / 1e9
     return Timing(queue=queue, prefill=prefill, decode=decode, time_to_first_token=queue + prefill, preemptions=event.preemptions)
-
-
-class _TokenRate:
-    """Tokens per second over the last few seconds, in one-second buckets."""
-
-    def __init__(self) -> None:
-        self._buckets: dict[int, int] = {}
-
-    def add(self, tokens: int) -> None:
-        if tokens:
-            second = int(time.monotonic())
-            self._buckets[second] = self._buckets.get(second, 0) + tokens
-            self._trim(second)
-
-    def per_second(self) -> float:
-        self._trim(int(time.monotonic()))
-        return sum(self._buckets.values()) / _RATE_WINDOW_S
-
-    def _trim(self, now: int) -> None:
-        for second in [s for s in self._buckets if s <= now - _RATE_WINDOW_S]:
-            del self._buckets[second]

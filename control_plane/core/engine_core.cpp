@@ -243,8 +243,7 @@ void EngineCore::publish_stats() {
 
 Stats EngineCore::stats() const {
   Stats stats = board_.read();
-  stats.waiting = gate_.waiting_requests();
-  stats.waiting_tokens = gate_.waiting_tokens();
+  add_queue(stats, gate_);
   return stats;
 }
 

@@ -80,7 +80,8 @@ std::optional<Refusal> Gate::judge_queue(TokenCount prompt) const {
   if (requests >= config_.max_waiting_requests) {
     return Refusal{"QUEUE_FULL", config_.max_waiting_requests, requests + 1,
                    text(requests) + " requests wait, the limit (max_waiting_requests) is " +
-                       text(config_.max_waiting_requests) + "; retry later"};
+                       text(config_.max_waiting_requests) + "; retry later",
+                   "requests"};
   }
   // A request that finds the queue empty is never refused for its length: else one longer than the bound, which the
   // pool could serve, would be refused for ever.
@@ -88,7 +89,8 @@ std::optional<Refusal> Gate::judge_queue(TokenCount prompt) const {
   if (requests != 0 && tokens + prompt.value > config_.max_waiting_tokens) {
     return Refusal{"QUEUE_FULL", config_.max_waiting_tokens, tokens + prompt.value,
                    text(tokens) + " tokens wait and the request would add " + text(prompt.value) +
-                       ", the limit (max_waiting_tokens) is " + text(config_.max_waiting_tokens) + "; retry later"};
+                       ", the limit (max_waiting_tokens) is " + text(config_.max_waiting_tokens) + "; retry later",
+                   "tokens"};
   }
   return std::nullopt;
 }
@@ -115,7 +117,15 @@ void Gate::join_queue(Sequence& sequence) {
   waiting_tokens_.fetch_add(sequence.queued_tokens.value, std::memory_order_relaxed);
 }
 
+void Gate::put_back(Sequence& sequence) {
+  join_queue(sequence);
+  dequeued_requests_.fetch_sub(1, std::memory_order_relaxed);
+  dequeued_tokens_.fetch_sub(sequence.queued_tokens.value, std::memory_order_relaxed);
+}
+
 void Gate::leave_queue(Sequence& sequence) {
+  dequeued_requests_.fetch_add(1, std::memory_order_relaxed);
+  dequeued_tokens_.fetch_add(sequence.queued_tokens.value, std::memory_order_relaxed);
   waiting_requests_.fetch_sub(1, std::memory_order_relaxed);
   waiting_tokens_.fetch_sub(sequence.queued_tokens.value, std::memory_order_relaxed);
 }

@@ -23,6 +23,7 @@ struct Refusal {
   uint64_t limit;
   uint64_t asked;
   std::string message;
+  const char* unit = "";  // of a full queue: what there are too many of, "requests" or "tokens"
 };
 
 class Gate {
@@ -44,6 +45,9 @@ class Gate {
 
   uint64_t waiting_requests() const { return waiting_requests_.load(std::memory_order_relaxed); }
   uint64_t waiting_tokens() const { return waiting_tokens_.load(std::memory_order_relaxed); }
+  // What has left the queue since the start, less what was put back: how fast it empties.
+  uint64_t dequeued_requests() const { return dequeued_requests_.load(std::memory_order_relaxed); }
+  uint64_t dequeued_tokens() const { return dequeued_tokens_.load(std::memory_order_relaxed); }
   uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
 
   // --- the core's thread -------------------------------------------------------------------------------------------
@@ -53,10 +57,11 @@ class Gate {
 
   // The bound of the queue counts every request that is not resident: newcomers (counted by enter()) and those put
   // back.
-  void join_queue(Sequence& sequence);
+  void put_back(Sequence& sequence);
   void leave_queue(Sequence& sequence);
 
  private:
+  void join_queue(Sequence& sequence);
   std::optional<Refusal> judge(RequestId id, TokenCount prompt, const RequestParams& params) const;
   std::optional<Refusal> judge_length(TokenCount prompt, const RequestParams& params) const;
   std::optional<Refusal> judge_queue(TokenCount prompt) const;
@@ -73,6 +78,8 @@ class Gate {
   // Raised by enter() under the lock, so never past the bound by newcomers; lowered by the core at any time.
   std::atomic<uint64_t> waiting_requests_{0};
   std::atomic<uint64_t> waiting_tokens_{0};
+  std::atomic<uint64_t> dequeued_requests_{0};
+  std::atomic<uint64_t> dequeued_tokens_{0};
   std::atomic<uint64_t> refused_{0};
 };
 

@@ -94,8 +94,7 @@ class LocalScheduler {
 
   nb::object stats() const {
     Stats stats = stats_of(scheduler_);
-    stats.waiting = gate_.waiting_requests();
-    stats.waiting_tokens = gate_.waiting_tokens();
+    add_queue(stats, gate_);
     return to_stats(stats, gate_.refused());
   }
 

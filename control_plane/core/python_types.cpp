@@ -76,13 +76,13 @@ void add_named_tuples(nb::module_& module) {
   event_type = named_tuple(module, "Event",
                            "request_id tokens logprobs ranks finish match cached_tokens preemptions queued_ns "
                            "prefill_ns decode_ns");
-  refusal_type = named_tuple(module, "Refusal", "reason limit asked message");
+  refusal_type = named_tuple(module, "Refusal", "reason limit asked message unit");
   stats_type = named_tuple(module, "Stats",
                            "running waiting waiting_tokens blocks_total blocks_free blocks_cached blocks_referenced "
                            "blocks_fenced steps_sent steps_retired tokens_emitted prompt_tokens_computed preemptions "
                            "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
                            "last_step_ns step_us predicted_us step_margin chunk_allowance steps_with_decodes "
-                           "steps_over_target");
+                           "steps_over_target dequeued dequeued_tokens");
 }
 
 nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
@@ -105,7 +105,7 @@ nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last)
 
 nb::object to_refusal(const std::optional<Refusal>& refusal) {
   if (!refusal) return nb::none();
-  return nb::handle(refusal_type)(refusal->reason, refusal->limit, refusal->asked, refusal->message);
+  return nb::handle(refusal_type)(refusal->reason, refusal->limit, refusal->asked, refusal->message, refusal->unit);
 }
 
 nb::object to_stats(const Stats& s, uint64_t refused) {
@@ -117,7 +117,7 @@ nb::object to_stats(const Stats& s, uint64_t refused) {
                                 c.prompt_tokens_computed, c.preemptions, to_list(std::span<const uint64_t>(c.finished)),
                                 refused, c.ticks, s.tick_ns_total, s.tick_ns_max, c.host_gap_ns, s.missed_wakes,
                                 c.last_step_ns, c.step_us, c.predicted_us, c.step_margin, c.chunk_allowance,
-                                c.steps_with_decodes, c.steps_over_target);
+                                c.steps_with_decodes, c.steps_over_target, s.dequeued, s.dequeued_tokens);
 }
 
 nb::dict to_dict(const std::optional<PeerView>& peer) {

@@ -138,7 +138,7 @@ void Scheduler::put_back(Sequence& sequence) {
   sequence.become(SequenceState::kWaiting);
   sequence.num_computed = {0};
   population_.waiting.insert(sequence);
-  gate_.join_queue(sequence);
+  gate_.put_back(sequence);
 }
 
 // --- steps -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ struct Stats {
   uint64_t running = 0;
   uint64_t waiting = 0;
   uint64_t waiting_tokens = 0;
+  uint64_t dequeued = 0;
+  uint64_t dequeued_tokens = 0;
   uint64_t blocks_total = 0;
   uint64_t blocks_free = 0;
   uint64_t blocks_referenced = 0;
@@ -26,7 +28,15 @@ struct Stats {
   uint64_t missed_wakes = 0;
 };
 
-// What the scheduler knows of it; the queue's size is the gate's to tell, the times are the engine's.
+// The gate's share: the queue.
+inline void add_queue(Stats& stats, const Gate& gate) {
+  stats.waiting = gate.waiting_requests();
+  stats.waiting_tokens = gate.waiting_tokens();
+  stats.dequeued = gate.dequeued_requests();
+  stats.dequeued_tokens = gate.dequeued_tokens();
+}
+
+// What the scheduler knows of it; the queue is the gate's to tell, the times are the engine's.
 inline Stats stats_of(const Scheduler& scheduler) {
   Stats stats;
   stats.running = scheduler.population().running.size();
