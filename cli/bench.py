@@ -1,7 +1,7 @@
 """``twinplane bench``: the quick measurements of :mod:`twinplane.benchmarks` on this machine.
 
-A benchmark is a module there with ``run(...) -> Mapping[str, object]``: figures by name, units in the names. Its parameters can be
-set as ``NAME=N``.
+A benchmark is a module there with ``run(...) -> Mapping[str, object]``: figures by name, units in the names. Its whole-number parameters
+can be set as ``--name N`` or ``name=N``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import argparse
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from twinplane.cli import EXIT_USAGE
-from twinplane.cli.arguments import new_parser
+from twinplane.cli.arguments import HelpFormatter
 
 BENCHMARKS = {
     "ring": "a message through the shared-memory rings and back, between two processes",
     "tick": "one pass of the scheduler, by number of running sequences",
+    "admit": "the pass that admits a crowd of waiting prompts",
     "kernels": "the kernels the models run on, by shape",
     "serving": "tokens per second of a server, beside transformers' continuous batching",
     "interference": "inter-token latency of streams while long prompts arrive",
@@ -29,17 +32,41 @@ BENCHMARKS = {
 
 def parser(prog: str) -> argparse.ArgumentParser:
     epilog = "benchmarks:\n" + "\n".join(f"  {name:<13} {what}" for name, what in BENCHMARKS.items())
-    parser = new_parser(prog, "Measure parts of Twinplane on this machine. Figures are only as good as the machine is idle.", epilog)
+    parser = _Parser(
+        prog=prog,
+        description="Measure parts of Twinplane on this machine. Figures are only as good as the machine is idle.",
+        epilog=epilog,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("name", choices=sorted(BENCHMARKS), metavar="NAME", help="which; see below")
-    parser.add_argument("parameters", nargs="*", type=_parameter, metavar="PARAMETER=N", help="parameters of the benchmark's run()")
+    parser.add_argument("parameters", nargs="*", type=_parameter, metavar="--PARAMETER N", help="parameters of the benchmark")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reads ``--some-name N`` as the parameter ``some_name=N``: which there are is known only once the benchmark is imported."""
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        given = list(sys.argv[1:] if args is None else args)
+        rest = []
+        while given:
+            argument = given.pop(0)
+            flag = re.fullmatch(r"--([a-z][a-z-]*)(?:=(.*))?", argument)
+            if flag is None or flag[1] in ("json", "help"):
+                rest.append(argument)
+                continue
+            value = flag[2] if flag[2] is not None else given.pop(0) if given else ""
+            rest.append(f"{flag[1].replace('-', '_')}={value}")
+        parsed: argparse.Namespace = super().parse_intermixed_args(rest, namespace)
+        return parsed
 
 
 def _parameter(text: str) -> tuple[str, int]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier() and value.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected NAME=N, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected --name N or name=N with a whole number, got {text!r}")
     return name, int(value)
 
 
@@ -57,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         figures: Mapping[str, object] = benchmark.run(**dict(args.parameters))
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"twinplane bench {args.name}: {error} (the native programs some benchmarks run are built in a clone)", file=sys.stderr)
+        print(f"twinplane bench {args.name}: {error}", file=sys.stderr)
         return 1
     print(json.dumps(dict(figures)) if args.json else _table(figures))
     return 0

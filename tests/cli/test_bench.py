@@ -31,12 +31,20 @@ def test_parameters_reach_the_benchmark_and_json_is_one_object(tick, capsys):
     assert json.loads(capsys.readouterr().out) == {"running": 256, "p50_us": 1.23456, "ticks": 5}
 
 
+@pytest.mark.parametrize("arguments", [["--running", "256", "--ticks=5"], ["--ticks", "5", "running=256"]])
+def test_parameters_may_be_flags(tick, capsys, arguments):
+    assert main(["bench", "tick", *arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"running": 256, "p50_us": 1.23456, "ticks": 5}
+
+
 def test_an_unknown_parameter_is_answered_with_those_there_are(tick, capsys):
     assert main(["bench", "tick", "runing=1"]) == 2
     assert "it has running, ticks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["tick", "running"], ["tick", "running=many"]])
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["tick", "running"], ["tick", "running=many"], ["tick", "--running"], ["tick", "--running", "x"]]
+)
 def test_nonsense_is_a_usage_error(arguments):
     with pytest.raises(SystemExit) as caught:
         main(["bench", *arguments])
@@ -45,17 +53,26 @@ def test_nonsense_is_a_usage_error(arguments):
 
 def test_a_benchmark_that_can_not_run_says_why(tick, capsys):
     def run():
-        raise FileNotFoundError("scripts/native")
+        raise FileNotFoundError("tick_bench is missing")
 
     tick.run = run
     assert main(["bench", "tick"]) == 1
-    assert "scripts/native" in capsys.readouterr().err
+    assert "tick_bench is missing" in capsys.readouterr().err
 
 
 def test_the_ring_is_really_measured(capsys):
     assert main(["bench", "ring", "--json", "round_trips=50", "rounds=1"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["round_trips"] == 50 and figures["ring_p50_us"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("tick", ["--running", "8", "--ticks", "50"]), ("admit", ["--requests", "4", "--rounds", "5"])]
+)
+def test_the_scheduler_is_really_measured(capsys, name, parameters):
+    assert main(["bench", name, *parameters, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["p99_us"] >= figures["p50_us"] > 0
 
 
 def test_every_benchmark_offered_is_there():

@@ -1,36 +1,29 @@
 """What only native code can show: no allocation in a tick, and the core under the sanitizers."""
 
-import importlib.util
 import os
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from twinplane.benchmarks import admit, tick
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def tick() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tick", ROOT / "benchmarks/tick.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not module.PROGRAM.exists():
-        pytest.skip("needs scripts/native control_plane")
-    return module
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("pool_percent", [100, 40])
-def test_INV_11_a_tick_allocates_nothing_and_makes_no_system_call(tick: ModuleType, depth: int, pool_percent: int) -> None:
+def test_INV_11_a_tick_allocates_nothing_and_makes_no_system_call(depth: int, pool_percent: int) -> None:
     measured = tick.run(64, ticks=4000, prompt=200, output=60, depth=depth, pool_percent=pool_percent)
     assert measured["allocations_per_tick"] == 0
     assert not measured["syscalls_per_tick"]
     # ... while all of this went on:
     assert measured["finishes_per_tick"] > 0.1 and measured["admissions_per_tick"] > 0.1 and measured["table_writes_per_tick"] > 1
     assert pool_percent == 100 or measured["preemptions_per_tick"] > 0
+
+
+def test_the_tick_that_admits_a_crowd_is_measured() -> None:
+    measured = admit.run(8, 100, rounds=20)
+    assert 0 < measured["p50_us"] <= measured["p99_us"] <= measured["max_us"]
 
 
 def sanitized(sanitizer: str, program: str, *arguments: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: dict[str, str] = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
+PROGRAMS = {f"twinplane/control_plane/{name}_bench" for name in ("tick", "admit")}
 NATIVE = {"twinplane/shared/_shm", "twinplane/control_plane/_core", "twinplane/kernels/_cpu"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # compiles all native modules
 SHIPPED = {".py", ".pyi", ".typed", ".proto"}
@@ -51,7 +53,7 @@ def test_the_wheel_holds_all_modules_and_nothing_else(wheel):
     found = {name for name in names_in(wheel) if ".dist-info/" not in name}
     native = {name for name in found if name.endswith(".so")}
     assert {name.split(".")[0] for name in native} == NATIVE
-    assert found - native == expected
+    assert found - native == expected | PROGRAMS
 
 
 def test_the_wheel_needs_torch_for_the_data_plane_only(wheel):
@@ -67,4 +69,6 @@ def test_the_installed_wheel_runs_without_the_sources(wheel, tmp_path):
     # -S: without site-packages, so neither the editable install nor any dependency helps.
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from twinplane.cli.main import main; sys.exit(main(['--version']))"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    for program in PROGRAMS:
+        assert os.access(tmp_path / program, os.X_OK)
     assert done.stdout == f"twinplane {PROJECT['project']['version']}\n", done.stderr
