@@ -1,0 +1,145 @@
+#include "control_plane/simulator/csrc/twinplane_system.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace twinplane::simulator {
+namespace {
+
+// Ends a sequence. token_at() gives no such token.
+constexpr int32_t kEos = 0x7fffffff;
+
+template <typename T>
+const T* region(const std::vector<std::byte>& slot, uint64_t offset) {
+  return reinterpret_cast<const T*>(slot.data() + offset);
+}
+
+// Outputs have streams of their own, which no prompt names: those of a trace count from 0.
+uint64_t output_stream(uint64_t request) { return ~request; }
+
+}  // namespace
+
+TwinplaneSystem::TwinplaneSystem(const Trace& trace, const core::Config& config, const core::Pool& pool,
+                                 uint32_t check_interval, Recorder& recorder)
+    : trace_(trace),
+      recorder_(recorder),
+      config_(config),
+      pool_(pool),
+      check_interval_(check_interval),
+      capacities_(core::capacities_for(config, pool)),
+      step_layout_(capacities_),
+      result_layout_(capacities_),
+      gate_(config),
+      scheduler_(config, gate_, events_),
+      step_(step_layout_.bytes),
+      result_(result_layout_.bytes),
+      requests_(config.max_rows) {
+  scheduler_.attach(pool, capacities_);
+}
+
+// A client does not know how long its answer will be: max_tokens is above it where the context allows, and the answer
+// ends with an end-of-sequence token, unforeseen by the scheduler.
+void TwinplaneSystem::submit(size_t i, Nanos now) {
+  const Request& request = trace_[i];
+  trace_.write_prompt(i, prompt_);
+  core::RequestParams params;
+  params.max_tokens = {request.output_tokens};
+  if (uint64_t{request.prompt_tokens} + request.output_tokens < config_.max_model_len.value) ++params.max_tokens;
+  params.eos_token_ids = {kEos};
+  params.priority = request.priority;
+  params.sampling.seed = i;  // comes back in RowOpen, and says whose row it is
+  const auto refusal = gate_.enter({i}, prompt_, std::move(params), now,
+                                   [this](std::unique_ptr<core::Sequence> s) { scheduler_.accept(std::move(s)); });
+  if (refusal) recorder_.refuse(i);
+}
+
+std::optional<Work> TwinplaneSystem::next_step(Nanos now) {
+  if (!scheduler_.tick(step_.data(), now)) return std::nullopt;
+  const auto& header = *region<wire::StepHeader>(step_, step_layout_.header);
+  const auto* const opens = region<wire::RowOpen>(step_, step_layout_.opens);
+  for (uint32_t k = 0; k < header.num_opens; ++k) requests_[opens[k].row] = opens[k].seed;
+
+  std::vector<Sample> samples;
+  if (!spare_.empty()) {
+    samples = std::move(spare_.back());
+    spare_.pop_back();
+    samples.clear();
+  }
+  Work work;
+  const auto* const seqs = region<wire::SeqEntry>(step_, step_layout_.seqs);
+  for (uint32_t k = 0; k < header.num_seqs; ++k) {
+    const wire::SeqEntry& seq = seqs[k];
+    work.add(seq.position, seq.num_tokens);
+    if ((seq.flags & wire::kSeqFlagSamples) == 0) continue;
+    samples.push_back({seq.row, sampled(seq.row, seq.position + seq.num_tokens)});
+  }
+  samples_.push_back(std::move(samples));
+  return work;
+}
+
+// What the model says after `context` tokens in this row.
+int32_t TwinplaneSystem::sampled(uint32_t row, uint32_t context) const {
+  const uint64_t i = requests_[row];
+  const uint32_t nth = context - trace_[i].prompt_tokens;  // output token, from 0
+  return nth + 1 >= trace_[i].output_tokens ? kEos : token_at(output_stream(i), nth);
+}
+
+void TwinplaneSystem::complete(const Ran& step, Nanos now) {
+  write_result(samples_.front(), step);
+  spare_.push_back(std::move(samples_.front()));
+  samples_.pop_front();
+  scheduler_.retire(result_.data(), now);
+  take_events(now);
+  if (check_interval_ == 0 || retired_ % check_interval_ != 0) return;
+  if (const std::string difference = scheduler_.check(); !difference.empty()) throw std::logic_error(difference);
+}
+
+void TwinplaneSystem::write_result(const std::vector<Sample>& samples, const Ran& step) {
+  auto* const entries = reinterpret_cast<wire::ResultEntry*>(result_.data() + result_layout_.entries);
+  for (size_t k = 0; k < samples.size(); ++k) {
+    entries[k] = {.row = samples[k].row, .token = samples[k].token, .logprob = 0, .rank = 1, .flags = 0};
+  }
+  wire::ResultHeader header{};
+  header.step = retired_++;
+  header.received_ns = step.began.value;
+  header.finished_ns = step.ended.value;
+  header.forward_us = static_cast<uint32_t>((step.ended - step.began).value / 1000);
+  header.num_entries = static_cast<uint32_t>(samples.size());
+  header.last = 1;
+  std::memcpy(result_.data() + result_layout_.header, &header, sizeof(header));
+}
+
+void TwinplaneSystem::take_events(Nanos now) {
+  events_.flush();
+  events_.poll([&](const core::Sequence& sequence, uint32_t from, uint32_t to, bool is_last) {
+    const size_t i = sequence.id.value;
+    recorder_.scheduled(i, sequence.first_scheduled);
+    recorder_.tokens(i, to - from, now);
+    if (!is_last) return;
+    recorder_.request(i).preemptions = sequence.preemptions;
+    recorder_.request(i).cached_tokens = sequence.cached_tokens.value;
+    recorder_.finish(i, now);
+    gate_.forget(sequence.id);
+  });
+}
+
+Memory TwinplaneSystem::memory() const {
+  const core::Population& population = scheduler_.population();
+  const core::BlockPool& blocks = scheduler_.session()->blocks;
+  Memory memory;
+  memory.allocated = uint64_t{blocks.referenced().value} * pool_.block_size.value;
+  memory.capacity = uint64_t{blocks.total().value} * pool_.block_size.value;
+  memory.running = static_cast<uint32_t>(population.running.size());
+  memory.waiting = static_cast<uint32_t>(population.waiting.size());
+  for (size_t k = 0; k < population.running.size(); ++k) {
+    const core::Sequence& sequence = population.running[k];
+    memory.held += sequence.num_computed.value;
+    memory.reserved += std::min(sequence.distance(), sequence.kv_limit() - sequence.num_computed).value;
+  }
+  return memory;
+}
+
+}  // namespace twinplane::simulator
