@@ -15,6 +15,7 @@ from twinplane.shared.model_files import ModelCard, ModelFileError, fingerprint,
 from twinplane.shared.segment import InstanceInUseError, SegmentError
 
 from . import _core
+from .core_config import core_config
 from .engine import Engine
 from .grpc_server.server import BindError, GrpcServer
 from .sessions import ModelIdentity, SessionManager
@@ -71,16 +72,7 @@ class ControlPlane:
             logger.warning("model_files", warning=warning)
         limit = model_limit(card, settings.max_model_len)
         model = await asyncio.to_thread(self._load_model, card)
-        config = _core.CoreConfig(
-            max_rows=settings.max_num_seqs,
-            max_step_tokens=settings.max_num_batched_tokens,
-            max_chunk_tokens=settings.max_chunk_tokens,
-            depth=settings.overlap_depth,
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            max_model_len=limit,
-            itl_target_us=round(settings.itl_target_ms * 1e3),
-        )
+        config = core_config(settings, max_model_len=limit)
         core = _core.EngineCore(config)
         engine = Engine(core, eos_token_ids=card.eos_token_ids, max_model_len=limit, seed=settings.seed)
         sessions = SessionManager(
