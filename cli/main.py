@@ -34,6 +34,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     "Tools": {
         "config": Command("config", "print the effective configuration and where each value comes from"),
         "bench": Command("bench", "measure the ring, the scheduler's tick or the kernels on this machine"),
+        "simulate": Command("simulate", "replay a trace against the scheduler on a virtual clock with a model of a device"),
     },
 }
 

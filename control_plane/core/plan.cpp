@@ -1,7 +1,5 @@
 #include "control_plane/core/plan.hpp"
 
-#include <algorithm>
-
 #include "control_plane/core/budget.hpp"
 #include "control_plane/core/residency.hpp"
 
@@ -48,28 +46,12 @@ void Planner::deal_to_chunks(const State& state, Budget& budget) {
   }
 }
 
-// INV-8: no prefill is spent on a request that can not have its first token in time even if the device were its alone
-// from now on. That is said by the cost model, so only once it is trusted, and with its margin in the request's favour.
-bool Planner::is_hopeless(const State& state, Sequence& sequence) {
-  const CostModel& costs = state.session.costs;
-  if (sequence.deadline() == Nanos{0} || sequence.emitted() != TokenCount{0} || !costs.is_trusted()) return false;
-  if (plan_.hopeless.size() == state.config.max_rows) return false;
-  const TokenCount step_tokens = std::min(state.config.max_chunk_tokens, state.config.max_step_tokens);
-  const double prefill_us =
-      costs.prefill_us(sequence.distance().value, sequence.num_computed.value, step_tokens.value) / costs.margin();
-  const Nanos estimate{static_cast<uint64_t>(prefill_us * 1e3)};
-  if (state.now + estimate <= sequence.deadline()) return false;
-  plan_.hopeless.push_back({&sequence, estimate});
-  return true;
-}
-
 // First come, first served: the first that has to wait ends it, whoever is behind.
 void Planner::admit(const State& state, Residency& residency, Budget& budget) {
   for (size_t i = 0; i < state.waiting.size() && budget.has_tokens(); ++i) {
     Sequence& sequence = state.waiting[i];
     // Preempted while a step in flight names it: it may still get a token, and its row is not let go of yet.
     if (sequence.row != kNoRow) return;
-    if (is_hopeless(state, sequence)) continue;
     const BlockCount blocks = blocks_for(sequence.admission_tokens(), state.session.pool.block_size);
     const WordCount words = extra_words(sequence.params, sequence.prompt_tokens, sequence.emitted());
     const TokenCount tokens = budget.chunk_for(sequence);

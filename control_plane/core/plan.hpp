@@ -15,16 +15,9 @@ struct Scheduled {
   TokenCount tokens;  // to compute in this step, from num_computed on
 };
 
-// Waits, and can not reach its first token before its deadline: its prompt takes so long.
-struct Hopeless {
-  Sequence* sequence;
-  Nanos estimate;
-};
-
 // What commit is to do, in this order.
 struct StepPlan {
   explicit StepPlan(uint32_t max_rows) : yields(max_rows) {
-    hopeless.reserve(max_rows);
     yielding.reserve(max_rows);
     decodes.reserve(max_rows);
     chunks.reserve(max_rows);
@@ -32,7 +25,6 @@ struct StepPlan {
   }
 
   void clear() {
-    hopeless.clear();
     yielding.clear();
     yields.clear();
     decodes.clear();
@@ -44,7 +36,6 @@ struct StepPlan {
 
   bool has_work() const { return !decodes.empty() || !chunks.empty() || !admissions.empty(); }
 
-  std::vector<Hopeless> hopeless;     // to be ended
   std::vector<Sequence*> yielding;    // to be preempted
   BitSet yields;                      // the same, by place in the running line
   std::vector<Scheduled> decodes;     // one token each; a new block if the last one is full
@@ -69,7 +60,6 @@ class Planner {
   void deal_to_decodes(const State& state, Residency& residency, Budget& budget);
   void deal_to_chunks(const State& state, Budget& budget);
   void admit(const State& state, Residency& residency, Budget& budget);
-  bool is_hopeless(const State& state, Sequence& sequence);
 
   StepPlan plan_;
   // Scratch: the running sequences with more than one token to go, found while dealing to the decodes.

@@ -151,11 +151,7 @@ bool Scheduler::tick(std::byte* slot, Nanos now) {
   ++counters_.ticks;
   expire(now);
   if (!can_send()) return false;
-  const StepPlan& plan = planner_.plan({config_, *session_, population_.waiting, population_.running, now});
-  for (const Hopeless& late : plan.hopeless) {
-    late.sequence->estimate = late.estimate;
-    end(*late.sequence, FinishReason::kUnreachable);
-  }
+  const StepPlan& plan = planner_.plan({config_, *session_, population_.waiting, population_.running});
   for (Sequence* const victim : plan.yielding) preempt(*victim);
   // Rows to close ride on the next step that has work. If none is in sight, they get one of their own.
   if (!plan.has_work() && (session_->in_flight() != StepSeq{0} || session_->rows.closing().empty())) return false;

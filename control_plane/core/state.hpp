@@ -71,7 +71,6 @@ struct State {
   const Session& session;
   const Line& waiting;
   const Line& running;
-  Nanos now;
 };
 
 }  // namespace twinplane::core

@@ -59,8 +59,7 @@ enum class FinishReason : uint8_t {
   kQuarantined = 7,
   kStopped = 8,
   kNeverFits = 9,
-  kUnreachable = 10,
 };
-inline constexpr uint32_t kNumFinishReasons = 11;
+inline constexpr uint32_t kNumFinishReasons = 10;
 
 }  // namespace twinplane::core

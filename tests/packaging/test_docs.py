@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from twinplane.cli import chat, config, control_plane, data_plane, generate, health, serve
+from twinplane.cli import chat, config, control_plane, data_plane, generate, health, serve, simulate
 from twinplane.cli.main import COMMANDS
 from twinplane.shared.config import ALL_NAMES
 from twinplane.shared.options import CONFIG_VARIABLE, _from_file, variable_of
@@ -18,7 +18,7 @@ OTHERS_FLAGS = {"--build-arg", "--target", "--shm-size", "--build", "--wait", "-
 
 
 def known_flags() -> set[str]:
-    parsers = [module.parser("x") for module in (serve, control_plane, data_plane, config, health, chat, generate)]
+    parsers = [module.parser("x") for module in (serve, control_plane, data_plane, config, health, chat, generate, simulate)]
     return {flag for parser in parsers for action in parser._actions for flag in action.option_strings} | {"--help", "--version"}
 
 

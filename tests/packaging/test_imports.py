@@ -44,6 +44,7 @@ sys.stdout.write("\\n" + json.dumps(sorted(sys.modules)))
         ["data-plane", "--help"],
         ["chat", "--help"],
         ["health", "--help"],
+        ["simulate", "--help"],
     ],
     ids=" ".join,
 )

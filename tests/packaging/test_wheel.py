@@ -1,4 +1,4 @@
-"""What a built wheel holds: every module and stub, three native modules, the proto files; and nothing else."""
+"""What a built wheel holds: every module and stub, four native modules, the proto files, the simulator's data; and nothing else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: dict[str, str] = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
 PROGRAMS = {f"twinplane/control_plane/{name}_bench" for name in ("tick", "admit")}
-NATIVE = {"twinplane/shared/_shm", "twinplane/control_plane/_core", "twinplane/kernels/_cpu"}
+NATIVE = {"twinplane/shared/_shm", "twinplane/control_plane/_core", "twinplane/control_plane/_simulator", "twinplane/kernels/_cpu"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # compiles all native modules
-SHIPPED = {".py", ".pyi", ".typed", ".proto"}
+SHIPPED = {".py", ".pyi", ".typed", ".proto", ".json", ".csv"}
 
 
 @pytest.fixture(scope="module")
