@@ -7,14 +7,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from twinplane.cli import EXIT_USAGE
-from twinplane.cli.generation import answer, generation_parser, prompt_from, with_client
+from twinplane.cli.generation import answer, answers, generation_parser, prompt_from, with_client
 
 if TYPE_CHECKING:
     from twinplane.client import Client
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    return generation_parser(prog, "Continue a text, as it is and without a chat template, on a running server.")
+    return generation_parser(prog, "Continue a text, as it is and without a chat template, on a running server.", several=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,5 +26,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _continue(client: Client, text: str, args: argparse.Namespace) -> int:
-    answer(client, text, args)
+    several = any((count or 1) > 1 for count in (args.n, args.best_of, args.beam_width))
+    (answers if several else answer)(client, text, args)
     return 0

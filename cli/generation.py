@@ -27,9 +27,17 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("frequency_penalty", float, "above 0 discourages it the more often it came"),
     ("seed", int, "the same seed gives the same answer"),
 )
+# Of commands that show more than one answer.
+_SEVERAL: tuple[tuple[str, type, str], ...] = (
+    ("n", int, "so many answers"),
+    ("best_of", int, "sample so many and show the --n likeliest"),
+    ("beam_width", int, "beam search of this width: the likeliest answers, best first"),
+    ("length_penalty", float, "with --beam-width: above 0 favours longer answers, below shorter ones"),
+)
 
 
-def generation_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def generation_parser(prog: str, description: str, *, several: bool = False) -> argparse.ArgumentParser:
+    """``several``: with the options that ask for more than one answer."""
     parser = new_parser(prog, description)
     add_address(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="or on standard input")
@@ -41,15 +49,15 @@ def generation_parser(prog: str, description: str) -> argparse.ArgumentParser:
     sampling.add_argument("--model", help="served model name; needed only where a server has several")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text (may be given several times)")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on over the model's end-of-sequence tokens")
-    for name, kind, help_text in _OPTIONS:
+    for name, kind, help_text in (*_OPTIONS, *(_SEVERAL if several else ())):
         sampling.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N" if kind is int else "X", help=help_text)
     return parser
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for the client: only what was given."""
-    names = ("model", "stop", "ignore_eos", *(name for name, _, _ in _OPTIONS))
-    given = {name: getattr(args, name) for name in names}
+    names = ("model", "stop", "ignore_eos", *(name for name, _, _ in (*_OPTIONS, *_SEVERAL)))
+    given = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
@@ -97,6 +105,20 @@ def answer(client: Client, prompt: Prompt, args: argparse.Namespace) -> Generate
         print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
     if args.stats:
         print(figures(result, (first or began) - began), file=sys.stderr)
+    return result
+
+
+def answers(client: Client, prompt: Prompt, args: argparse.Namespace) -> GenerateResult:
+    """Ask for several answers, and show them one below the other once all are complete, each under its number and score."""
+    result = client.generate(prompt, timeout=args.timeout, **options_of(args))
+    if args.json:
+        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
+    else:
+        for sequence in result.sequences:
+            score = "" if sequence.score is None else f" (score {sequence.score:.4g})"
+            print(f"--- {sequence.index + 1}{score}\n{sequence.text}", flush=True)
+    if args.stats:
+        print(figures(result, result.timing.time_to_first_token), file=sys.stderr)
     return result
 
 

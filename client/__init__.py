@@ -11,7 +11,21 @@ from twinplane.client.aio import AsyncClient, AsyncStream
 from twinplane.client.errors import TwinplaneError
 from twinplane.client.retry import RetryPolicy
 from twinplane.client.sync import Client, Stream
-from twinplane.client.types import Chat, Delta, Finish, GenerateResult, Load, ModelInfo, Options, Prompt, ServerInfo, Timing, Usage
+from twinplane.client.types import (
+    Chat,
+    Delta,
+    EarlyStopping,
+    Finish,
+    GenerateResult,
+    Load,
+    ModelInfo,
+    Options,
+    Prompt,
+    SequenceResult,
+    ServerInfo,
+    Timing,
+    Usage,
+)
 
 __all__ = [
     "AsyncClient",
@@ -19,6 +33,7 @@ __all__ = [
     "Chat",
     "Client",
     "Delta",
+    "EarlyStopping",
     "Finish",
     "GenerateResult",
     "Load",
@@ -26,6 +41,7 @@ __all__ = [
     "Options",
     "Prompt",
     "RetryPolicy",
+    "SequenceResult",
     "ServerInfo",
     "Stream",
     "Timing",

@@ -110,6 +110,10 @@ class AsyncClient:
         request.grace.FromNanoseconds(int(grace * 1e9))
         return int((await self._call(self._engine.Drain, request, None)).unfinished_requests)
 
+    async def reset_prefix_cache(self, *, timeout: float | None = None) -> None:
+        """Forget every cached prefix on the server; running requests keep what they use."""
+        await self._call(self._engine.ResetPrefixCache, engine_pb2.ResetPrefixCacheRequest(), timeout)
+
     async def is_alive(self, *, timeout: float = 5.0) -> bool:
         """The process answers."""
         return await self._healthy(messages.ALIVE, timeout)
@@ -166,11 +170,14 @@ class AsyncStream:
 
     async def __anext__(self) -> Delta:
         while True:
+            if (delta := self._collector.take()) is not None:
+                return delta
             try:
                 response = await self._call.read()
-                if response is not grpc.aio.EOF:
-                    return self._collector.add(response)
-                raise StopAsyncIteration
+                if response is grpc.aio.EOF:
+                    raise StopAsyncIteration
+                self._collector.add(response)
+                continue
             except grpc.RpcError as error:
                 if self._cancelled:
                     raise StopAsyncIteration from None

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf import json_format
-from twinplane.client.types import Chat, Delta, Finish, GenerateResult, Load, ModelInfo, Options, Prompt, ServerInfo, Timing, Usage
+from twinplane.client.types import (
+    Chat,
+    Delta,
+    Finish,
+    GenerateResult,
+    Load,
+    ModelInfo,
+    Options,
+    Prompt,
+    SequenceResult,
+    ServerInfo,
+    Timing,
+    Usage,
+)
 from twinplane.v1 import engine_pb2, generation_pb2, tokenizer_pb2
 
 READY = "twinplane.v1.GenerationService"
@@ -15,14 +29,29 @@ ALIVE = "liveness"
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 # Options by the message they belong to; `stop` is handled by name.
-_TOP = ("request_id", "model", "add_special_tokens", "parse_special_tokens", "truncate_prompt_tokens", "cache_salt", "priority")
+_TOP = (
+    "request_id",
+    "model",
+    "add_special_tokens",
+    "parse_special_tokens",
+    "truncate_prompt_tokens",
+    "cache_salt",
+    "prefix_cache",
+    "priority",
+)
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias",
-    "allowed_token_ids",
+    "allowed_token_ids", "n", "best_of", "beam_width", "length_penalty",
 )  # fmt: skip
 _STOP = ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_in_output")
 _OUTPUT = ("text", "skip_special_tokens", "logprobs", "echo_prompt_tokens")
-_KNOWN = frozenset((*_TOP, *_SAMPLING, *_STOP, *_OUTPUT, "stop"))
+_KNOWN = frozenset((*_TOP, *_SAMPLING, *_STOP, *_OUTPUT, "stop", "early_stopping"))
+_EARLY_STOPPING: dict[Any, Any] = {
+    None: generation_pb2.EARLY_STOPPING_UNSPECIFIED,
+    "heuristic": generation_pb2.EARLY_STOPPING_HEURISTIC,
+    "first": generation_pb2.EARLY_STOPPING_FIRST,
+    "never": generation_pb2.EARLY_STOPPING_NEVER,
+}
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
@@ -37,7 +66,7 @@ def generate_request(prompt: Prompt, options: Options) -> generation_pb2.Generat
     given = _given(options)
     request = generation_pb2.GenerateRequest(
         **_pick(given, _TOP),
-        sampling=generation_pb2.SamplingParams(**_pick(given, _SAMPLING)),
+        sampling=generation_pb2.SamplingParams(**_pick(given, _SAMPLING), early_stopping=_early_stopping(given)),
         stop=generation_pb2.StopParams(**_pick(given, _STOP), stop_strings=_strings(given.get("stop"))),
         output=generation_pb2.OutputParams(**_pick(given, _OUTPUT)),
     )
@@ -61,6 +90,13 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pick(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: given[name] for name in names if name in given}
+
+
+def _early_stopping(given: Mapping[str, Any]) -> Any:
+    name = given.get("early_stopping")
+    if name not in _EARLY_STOPPING:
+        raise ValueError(f"early_stopping is {name!r}; it must be 'heuristic', 'first' or 'never'")
+    return _EARLY_STOPPING[name]
 
 
 def _strings(stop: Any) -> Sequence[str]:
@@ -103,33 +139,61 @@ def _message(message: Mapping[str, Any]) -> generation_pb2.ChatMessage:
 
 
 def result_of(response: generation_pb2.GenerateResponse) -> GenerateResult:
-    sequence = response.sequences[0]
-    return GenerateResult(
+    return _result(response, [_sequence(sequence) for sequence in response.sequences], _usage(response.usage), _timing(response.timing))
+
+
+def _sequence(sequence: generation_pb2.Sequence) -> SequenceResult:
+    return SequenceResult(
+        index=sequence.index,
         text=sequence.text,
         token_ids=list(sequence.token_ids),
         finish=_finish(sequence.finish),
-        usage=_usage(response.usage),
-        timing=_timing(response.timing),
-        request_id=response.request_id,
-        model=response.model,
         logprobs=list(sequence.logprobs.values),
         ranks=list(sequence.logprobs.ranks),
-        prompt_token_ids=list(response.prompt.token_ids),
-        system_fingerprint=response.system_fingerprint,
+        score=sequence.score if sequence.HasField("score") else None,
     )
 
 
-def delta_of(response: generation_pb2.StreamGenerateResponse) -> Delta:
-    delta = response.deltas[0] if response.deltas else generation_pb2.SequenceDelta()
-    return Delta(
-        text=delta.text,
-        token_ids=list(delta.token_ids),
-        logprobs=list(delta.logprobs.values),
-        ranks=list(delta.logprobs.ranks),
-        finish=_finish(delta.finish) if delta.HasField("finish") else None,
+def _result(opening: Any, sequences: list[SequenceResult], usage: Usage, timing: Timing) -> GenerateResult:
+    """``opening``: the message that names request, model and prompt."""
+    first = sequences[0]
+    return GenerateResult(
+        text=first.text,
+        token_ids=first.token_ids,
+        finish=first.finish,
+        usage=usage,
+        timing=timing,
+        request_id=opening.request_id,
+        model=opening.model,
+        logprobs=first.logprobs,
+        ranks=first.ranks,
+        prompt_token_ids=list(opening.prompt.token_ids),
+        system_fingerprint=opening.system_fingerprint,
+        sequences=sequences,
+    )
+
+
+def deltas_of(response: generation_pb2.StreamGenerateResponse) -> list[Delta]:
+    """At least one. What is said of the request as a whole is in the last."""
+    parts = list(response.deltas) or [generation_pb2.SequenceDelta()]
+    deltas = [
+        Delta(
+            text=part.text,
+            token_ids=list(part.token_ids),
+            logprobs=list(part.logprobs.values),
+            ranks=list(part.logprobs.ranks),
+            finish=_finish(part.finish) if part.HasField("finish") else None,
+            index=part.index,
+            score=part.score if part.HasField("score") else None,
+        )
+        for part in parts
+    ]
+    deltas[-1] = replace(
+        deltas[-1],
         usage=_usage(response.usage) if response.HasField("usage") else None,
         timing=_timing(response.timing) if response.HasField("timing") else None,
     )
+    return deltas
 
 
 def _finish(finish: generation_pb2.Finish) -> Finish:
@@ -215,28 +279,41 @@ class Collector:
     def __init__(self) -> None:
         self.opening = generation_pb2.StreamGenerateResponse()  # the first message: ids, model, prompt
         self.deltas: list[Delta] = []
+        self._taken = 0  # of `deltas`, by whoever iterates
 
-    def add(self, response: generation_pb2.StreamGenerateResponse) -> Delta:
+    def add(self, response: generation_pb2.StreamGenerateResponse) -> None:
         if not self.deltas:
             self.opening = response
-        self.deltas.append(delta_of(response))
-        return self.deltas[-1]
+        self.deltas += deltas_of(response)
+
+    def take(self) -> Delta | None:
+        """The next delta nobody has taken yet."""
+        if self._taken == len(self.deltas):
+            return None
+        self._taken += 1
+        return self.deltas[self._taken - 1]
 
     def result(self) -> GenerateResult:
         """Raises ValueError if the stream did not come to its end."""
         last = self.deltas[-1] if self.deltas else None
-        if last is None or last.finish is None or last.usage is None or last.timing is None:
+        if last is None or last.usage is None or last.timing is None:
             raise ValueError("the stream was cancelled before its end: there is no result")
-        return GenerateResult(
-            text="".join(delta.text for delta in self.deltas),
-            token_ids=[token for delta in self.deltas for token in delta.token_ids],
-            finish=last.finish,
-            usage=last.usage,
-            timing=last.timing,
-            request_id=self.opening.request_id,
-            model=self.opening.model,
-            logprobs=[value for delta in self.deltas for value in delta.logprobs],
-            ranks=[rank for delta in self.deltas for rank in delta.ranks],
-            prompt_token_ids=list(self.opening.prompt.token_ids),
-            system_fingerprint=self.opening.system_fingerprint,
-        )
+        by_index: dict[int, list[Delta]] = {}
+        for delta in self.deltas:
+            by_index.setdefault(delta.index, []).append(delta)
+        return _result(self.opening, [_joined(by_index[index]) for index in sorted(by_index)], last.usage, last.timing)
+
+
+def _joined(deltas: Sequence[Delta]) -> SequenceResult:
+    """One sequence from all its deltas."""
+    last = deltas[-1]
+    assert last.finish is not None
+    return SequenceResult(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        finish=last.finish,
+        logprobs=[value for delta in deltas for value in delta.logprobs],
+        ranks=[rank for delta in deltas for rank in delta.ranks],
+        score=last.score,
+    )

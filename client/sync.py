@@ -111,6 +111,10 @@ class Client:
         request.grace.FromNanoseconds(int(grace * 1e9))
         return int(self._call(self._engine.Drain, request, None).unfinished_requests)
 
+    def reset_prefix_cache(self, *, timeout: float | None = None) -> None:
+        """Forget every cached prefix on the server; running requests keep what they use."""
+        self._call(self._engine.ResetPrefixCache, engine_pb2.ResetPrefixCacheRequest(), timeout)
+
     def is_alive(self, *, timeout: float = 5.0) -> bool:
         """The process answers."""
         return self._healthy(messages.ALIVE, timeout)
@@ -168,8 +172,11 @@ class Stream:
 
     def __next__(self) -> Delta:
         while True:
+            if (delta := self._collector.take()) is not None:
+                return delta
             try:
-                return self._collector.add(next(self._call))
+                self._collector.add(next(self._call))
+                continue
             except grpc.RpcError as error:
                 if self._cancelled:
                     raise StopIteration from None

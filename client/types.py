@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ Prompt = str | Sequence[int] | Chat
 """Text, token ids, or a chat."""
 
 
+EarlyStopping = Literal["heuristic", "first", "never"]
+"""When a beam search ends, with as many hypotheses complete as it is wide."""
+
+
 class Options(TypedDict, total=False):
     """Parameters of a generation; what is left out takes the model's default. Meaning and ranges: docs/api.md."""
 
@@ -42,6 +46,11 @@ class Options(TypedDict, total=False):
     seed: int
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
+    n: int
+    best_of: int
+    beam_width: int
+    length_penalty: float
+    early_stopping: EarlyStopping
     # stopping
     max_tokens: int
     min_tokens: int
@@ -54,6 +63,7 @@ class Options(TypedDict, total=False):
     parse_special_tokens: bool
     truncate_prompt_tokens: int
     cache_salt: str
+    prefix_cache: bool
     priority: int
     text: bool
     skip_special_tokens: bool
@@ -92,19 +102,36 @@ class Timing:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a stream brought since the last one. ``logprobs`` and ``ranks`` are empty or as long as ``token_ids``."""
+    """What a stream brought of one sequence since the last one. ``logprobs`` and ``ranks`` are empty or as long as ``token_ids``."""
 
     text: str
     token_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    finish: Finish | None = None  # in the last one
-    usage: Usage | None = None  # in the last one
-    timing: Timing | None = None  # in the last one
+    finish: Finish | None = None  # in the sequence's last one
+    usage: Usage | None = None  # in the stream's last one
+    timing: Timing | None = None  # in the stream's last one
+    index: int = 0  # of the sequence
+    score: float | None = None  # of a beam search's hypothesis, with `finish`
+
+
+@dataclass(frozen=True)
+class SequenceResult:
+    """One of the sequences of a result. ``score``: of a beam search's hypothesis; with best_of, the mean log-probability."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish: Finish
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    score: float | None = None
 
 
 @dataclass(frozen=True)
 class GenerateResult:
+    """``text``, ``token_ids``, ``finish``, ``logprobs`` and ``ranks`` are those of the first sequence."""
+
     text: str
     token_ids: list[int]
     finish: Finish
@@ -116,6 +143,7 @@ class GenerateResult:
     ranks: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)  # with echo_prompt_tokens
     system_fingerprint: str = ""
+    sequences: list[SequenceResult] = field(default_factory=list)  # all, by index
 
 
 @dataclass(frozen=True)

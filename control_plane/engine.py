@@ -11,10 +11,12 @@ engine by :meth:`Engine.session_changed`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import Any
 
 import numpy as np
 from twinplane.shared import log
@@ -39,6 +41,7 @@ from .types import (
     QuarantinedError,
     QueueFullError,
     RowFailedError,
+    SamplingParams,
     Timing,
     UnavailableError,
 )
@@ -49,39 +52,42 @@ RETRY_DELAY_S = 1.0  # suggested to clients when the data plane is away, or noth
 
 
 class _Stream:
-    """One live request: what the core reported and the reader has not taken yet.
+    """One live request: what the core reported of its sequences and the reader has not taken yet.
 
-    Tokens that pile up behind a slow reader are merged into one delta, so a stream holds at most its own
-    ``max_tokens`` tokens however long nobody reads.
+    The core numbers the sequences of a request ``core_id``, ``core_id + 1``, ... Tokens that pile up behind a slow reader are
+    merged into one event a sequence, so a stream holds at most ``max_tokens`` tokens each however long nobody reads.
     """
 
-    __slots__ = ("_event", "_wake", "core_id", "done", "request_id")
+    __slots__ = ("_events", "_wake", "core_id", "core_ids", "live", "request_id")
 
-    def __init__(self, core_id: int, request_id: str) -> None:
+    def __init__(self, core_id: int, request_id: str, num_sequences: int) -> None:
         self.core_id = core_id
+        self.core_ids = range(core_id, core_id + num_sequences)
         self.request_id = request_id
-        self.done = False  # the core has reported the end; nothing is left to cancel
-        self._event: _core.Event | None = None
+        self.live = set(range(num_sequences))  # sequences whose end the core has not reported: there is something to cancel
+        self._events: dict[int, _core.Event] = {}  # by sequence
         self._wake = asyncio.Event()
 
     def push(self, event: _core.Event) -> None:
-        if self._event is not None:
-            earlier = self._event
+        index = event.request_id - self.core_id
+        earlier = self._events.get(index)
+        if earlier is not None:
             event = event._replace(
                 tokens=earlier.tokens + event.tokens,
                 logprobs=earlier.logprobs + event.logprobs,
                 ranks=earlier.ranks + event.ranks,
             )
-        self._event = event
-        self.done = self.done or event.finish != _core.FINISH_NONE
+        self._events[index] = event
+        if event.finish != _core.FINISH_NONE:
+            self.live.discard(index)
         self._wake.set()
 
-    async def next(self) -> _core.Event:
+    async def next(self) -> list[_core.Event]:
+        """What is new, at most one event a sequence, in their order."""
         await self._wake.wait()
         self._wake.clear()
-        event, self._event = self._event, None
-        assert event is not None
-        return event
+        events, self._events = self._events, {}
+        return [events[index] for index in sorted(events)]
 
 
 class Engine:
@@ -162,10 +168,10 @@ class Engine:
             await asyncio.wait_for(self._idle.wait(), timeout=max(grace, 0.0))
             return 0
         except TimeoutError:
-            unfinished = list(self._streams.values())
+            unfinished = [self._streams[core_id] for core_id in self._core_ids.values()]
             self._failure = DrainingError(f"the server stopped before the request finished ({grace:g} s grace)", retry_delay=RETRY_DELAY_S)
             for stream in unfinished:
-                self._core.cancel(stream.core_id)
+                self._cancel(stream)
             return len(unfinished)
 
     # ----------------------------------------------------------------------------------- state
@@ -227,8 +233,8 @@ class Engine:
 
     # -------------------------------------------------------------------------------- requests
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
-        """Submit ``request`` and yield its deltas; the last one carries ``finish`` and ``timing``.
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[Delta], None]:
+        """Submit ``request`` and yield its deltas, at most one a sequence; each sequence's last one carries ``finish`` and ``timing``.
 
         Closing the iterator early cancels the request.
 
@@ -236,28 +242,43 @@ class Engine:
             InvalidRequestError, PromptTooLongError, NeverFitsError: it can not be served, with the numbers.
             DuplicateRequestError: the id is live.
             QueueFullError, UnavailableError, DrainingError: not now; ``retry_delay`` says when to ask again.
-            DeadlineError, RowFailedError, QuarantinedError: it ended without an answer.
+            DeadlineError, RowFailedError, QuarantinedError: it ended without an answer. If one of several sequences does,
+                the request does.
         """
         stream = self._submit(request)
         try:
-            while True:
-                event = await stream.next()
-                if event.tokens or event.finish in _FINISHES:
-                    yield self._delta(event)
-                if event.finish in _FINISHES:
-                    return
-                if event.finish != _core.FINISH_NONE:
-                    raise self._error(event, request)
+            running = request.sampling.num_sequences
+            while running:
+                deltas = []
+                for event in await stream.next():
+                    if event.tokens or event.finish in _FINISHES:
+                        deltas.append(self._delta(event, stream, request))
+                    if event.finish in _FINISHES:
+                        running -= 1
+                    elif event.finish != _core.FINISH_NONE:
+                        raise self._error(event, request)
+                if deltas:
+                    yield deltas
         finally:
             self._release(stream)
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel by id; the stream ends with ``FinishReason.CANCELLED``. False if the id is not live."""
+        """Cancel by id; every sequence ends with ``FinishReason.CANCELLED``. False if the id is not live."""
         core_id = self._core_ids.get(request_id)
         if core_id is None:
             return False
-        self._core.cancel(core_id)
+        self._cancel(self._streams[core_id])
         return True
+
+    def cancel_sequence(self, request_id: str, index: int) -> None:
+        """Cancel one sample of a request; nothing happens if it has ended. (Cancelling one beam cancels the search.)"""
+        core_id = self._core_ids.get(request_id)
+        if core_id is not None and index in self._streams[core_id].live:
+            self._core.cancel(core_id + index)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        await asyncio.to_thread(self._core.reset_prefix_cache)  # type: ignore[attr-defined]
 
     def _submit(self, request: EngineRequest) -> _Stream:
         self._check_accepting()
@@ -266,12 +287,13 @@ class Engine:
         core_id = self._next_core_id
         params = self._params(request)
         # Known to the pump before the core can report anything.
-        stream = self._streams[core_id] = _Stream(core_id, request.request_id)
+        stream = _Stream(core_id, request.request_id, request.sampling.num_sequences)
+        self._streams.update(dict.fromkeys(stream.core_ids, stream))
         refusal = self._core.submit(core_id, np.asarray(request.prompt_token_ids, dtype=np.int32), params)
         if refusal is not None:
-            del self._streams[core_id]
+            self._forget(stream)
             raise _refused(refusal, self._retry_delay(refusal))
-        self._next_core_id += 1
+        self._next_core_id = stream.core_ids.stop
         self._core_ids[request.request_id] = core_id
         self._idle.clear()
         return stream
@@ -329,16 +351,25 @@ class Engine:
             allowed_token_ids=sampling.allowed_token_ids,
             priority=request.priority,
             deadline_ns=0 if request.deadline is None else max(1, int(request.deadline * 1e9)),
+            **_cache_use(request),
+            **_group(sampling),
         )
 
     def _release(self, stream: _Stream) -> None:
         """Forget a stream. If the core still works on it, cancel; its last events find no stream and are dropped."""
-        self._streams.pop(stream.core_id, None)
         self._core_ids.pop(stream.request_id, None)
-        if not stream.done:
-            self._core.cancel(stream.core_id)
+        self._forget(stream)
+        self._cancel(stream)
         if not self._streams:
             self._idle.set()
+
+    def _forget(self, stream: _Stream) -> None:
+        for core_id in stream.core_ids:
+            self._streams.pop(core_id, None)
+
+    def _cancel(self, stream: _Stream) -> None:
+        for index in stream.live:
+            self._core.cancel(stream.core_id + index)
 
     # ---------------------------------------------------------------------------------- events
 
@@ -355,7 +386,7 @@ class Engine:
         if self._drain_rate.is_due(now):
             self._sample_queue(now)
 
-    def _delta(self, event: _core.Event) -> Delta:
+    def _delta(self, event: _core.Event, stream: _Stream, request: EngineRequest) -> Delta:
         finish = _FINISHES.get(event.finish)
         if finish is not None and event.finish == _core.FINISH_CANCELLED and self._failure is not None:
             raise self._failure
@@ -370,6 +401,8 @@ class Engine:
             finish=finish,
             cached_prompt_tokens=event.cached_tokens,
             timing=_timing(event) if finish else None,
+            index=event.request_id - stream.core_id,
+            score=event.score if finish and request.sampling.beam_width > 1 else None,  # type: ignore[attr-defined]
         )
 
     def _error(self, event: _core.Event, request: EngineRequest) -> EngineError:
@@ -412,6 +445,24 @@ def _refused(refusal: _core.Refusal, retry_delay: float) -> EngineError:
         retry_delay=retry_delay if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE") else None,
         metadata={"limit": str(refusal.limit), "asked": str(refusal.asked)},
     )
+
+
+def _cache_use(request: EngineRequest) -> dict[str, Any]:
+    """How the request takes part in the prefix cache. The core keeps namespaces apart by 32 bytes, or none for the common one."""
+    if not request.prefix_cache:
+        return {"cache": False}
+    return {"cache_key": hashlib.sha256(request.cache_salt.encode()).digest()} if request.cache_salt else {}
+
+
+def _group(sampling: SamplingParams) -> dict[str, Any]:
+    """The sequences of the request as the core's parameters; a single one is the default."""
+    if sampling.beam_width > 1:
+        return {
+            "beam_width": sampling.beam_width,
+            "length_penalty": sampling.length_penalty,
+            "early_stopping": int(sampling.early_stopping),
+        }
+    return {"n": sampling.best_of} if sampling.best_of > 1 else {}
 
 
 def _timing(event: _core.Event) -> Timing:

@@ -11,9 +11,23 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 
+class EarlyStopping(enum.IntEnum):
+    """When beam search ends before ``max_tokens``, with ``beam_width`` hypotheses complete; the values are the core's.
+
+    HEURISTIC: once the best open one, scored as if it ended now, is no better; FIRST: at once; NEVER: once none can become better.
+    """
+
+    HEURISTIC = 0
+    FIRST = 1
+    NEVER = 2
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. ``temperature`` 0 is greedy. Validated by :mod:`twinplane.control_plane.validation`."""
+    """How tokens are chosen, and for how many sequences. ``temperature`` 0 is greedy.
+
+    Validated by :mod:`twinplane.control_plane.validation`.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -25,11 +39,21 @@ class SamplingParams:
     seed: int | None = None  # None: drawn at random by the engine
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
+    n: int = 1  # sequences the client gets
+    best_of: int = 1  # samples drawn; the front returns the best `n` of them
+    beam_width: int = 1  # above 1: beam search
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences the engine works on."""
+        return self.beam_width if self.beam_width > 1 else self.best_of
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A validated, tokenized request.
+    """A validated, tokenized request for ``sampling.num_sequences`` sequences, numbered from 0.
 
     ``max_tokens`` None means "whatever context remains". ``deadline`` is in ``time.monotonic()`` seconds.
     """
@@ -44,7 +68,8 @@ class EngineRequest:
     logprobs: bool = False
     priority: int = 0
     deadline: float | None = None
-    cache_salt: str = ""
+    cache_salt: str = ""  # requests share cached prefixes only under an equal salt
+    prefix_cache: bool = True  # False: neither read nor fill it
 
 
 class FinishReason(enum.Enum):
@@ -71,10 +96,20 @@ class Timing:
     time_to_first_token: float = 0.0
     preemptions: int = 0
 
+    def merged(self, other: Timing) -> Timing:
+        """Of two sequences of a request: until the first token of either, until the last of both."""
+        return Timing(
+            queue=min(self.queue, other.queue),
+            prefill=min(self.prefill, other.prefill),
+            decode=max(self.decode, other.decode),
+            time_to_first_token=min(self.time_to_first_token, other.time_to_first_token),
+            preemptions=max(self.preemptions, other.preemptions),
+        )
+
 
 @dataclass(slots=True)
 class Delta:
-    """What a request produced since its last delta; tokens in order, each exactly once."""
+    """What one sequence of a request produced since its last delta; tokens in order, each exactly once."""
 
     token_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
@@ -82,6 +117,8 @@ class Delta:
     finish: Finish | None = None
     cached_prompt_tokens: int = 0
     timing: Timing | None = None  # with `finish`
+    index: int = 0  # of the sequence in its request
+    score: float | None = None  # of a beam search's hypothesis, with `finish`
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +221,24 @@ class QuarantinedError(EngineError):
 class EngineLike(Protocol):
     """What a front asks of the engine. One event loop; no method blocks it."""
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
-        """Deltas of one request, the last one with ``finish`` and ``timing``; raises EngineError subclasses.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[list[Delta], None]:
+        """What is new in one request, at most one delta a sequence; the last of each has ``finish`` and ``timing``.
+
+        Ends with the last sequence. Raises EngineError subclasses: a request fails as a whole.
 
         An asynchronous generator: nothing happens before the first ``__anext__``, and ``aclose`` (or an exception or
-        cancellation inside) cancels the request. A reader that falls behind finds its tokens merged into one delta,
-        so what waits for it is bounded by ``max_tokens``.
+        cancellation inside) cancels the request. A reader that falls behind finds a sequence's tokens merged into one
+        delta, so what waits for it is bounded by ``max_tokens``.
         """
 
     def cancel(self, request_id: str) -> bool:
-        """End a live request with FinishReason.CANCELLED; False if the id is not live."""
+        """End a live request, all its sequences, with FinishReason.CANCELLED; False if the id is not live."""
+
+    def cancel_sequence(self, request_id: str, index: int) -> None:
+        """End one sample of a live request with FinishReason.CANCELLED. (The beams of a search only end together.)"""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
 
     def load(self) -> Load: ...
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from twinplane.control_plane.types import InvalidRequestError, PromptTooLongError, SamplingParams
+from twinplane.control_plane.types import EarlyStopping, InvalidRequestError, PromptTooLongError, SamplingParams
 
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKENS = 1024
@@ -28,6 +28,7 @@ MAX_STOP_TOKENS = 64
 MAX_MESSAGES = 16384
 MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 256
+MAX_SEQUENCES = 16  # of one request: n, best_of, beam_width
 # Logits divided by less than this overflow or differ from greedy by rounding only.
 GREEDY_BELOW = 0.002
 
@@ -56,6 +57,9 @@ RANGES: Mapping[str, Range] = {
     "frequency_penalty": Range(-2, 2),
 }
 _LOGIT_BIAS = Range(-100, 100)
+_LENGTH_PENALTY = Range(-10, 10)
+# What a sampling field must be, if set, where nothing is drawn: in a beam search.
+_NEUTRAL = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "best_of": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,10 @@ class SamplingInput:
     frequency_penalty: float | None = None
     seed: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] = ()
 
@@ -127,10 +135,23 @@ def default_sampling(generation_config: Mapping[str, Any] | None = None, overrid
 
 def resolve_sampling(asked: SamplingInput, defaults: SamplingParams, limits: ModelLimits, *, prefix: str = "sampling.") -> SamplingParams:
     """Checked parameters with defaults filled in. Raises InvalidRequestError naming ``prefix`` + the field."""
-    if asked.n not in (None, 1):
-        raise InvalidRequestError(
-            f"{prefix}n is {asked.n}; more than one sequence per request is not supported: send n = 1", field=f"{prefix}n"
-        )
+    beam_width = _num_sequences(asked.beam_width, 1, prefix + "beam_width")
+    sampling = _resolve_draws(asked, defaults, limits, prefix) if beam_width == 1 else _resolve_beams(asked, beam_width, prefix)
+    if asked.seed is not None and not 0 <= asked.seed < 1 << 64:
+        raise InvalidRequestError(f"{prefix}seed is {asked.seed}; it must be from 0 to 2^64 - 1", field=f"{prefix}seed")
+    return replace(
+        sampling,
+        seed=asked.seed,
+        logit_bias=_logit_bias(asked.logit_bias or {}, limits, f"{prefix}logit_bias"),
+        allowed_token_ids=_token_ids(asked.allowed_token_ids, limits, f"{prefix}allowed_token_ids", MAX_ALLOWED_TOKENS),
+    )
+
+
+def _resolve_draws(asked: SamplingInput, defaults: SamplingParams, limits: ModelLimits, prefix: str) -> SamplingParams:
+    """Greedy or random sampling of one sequence or several."""
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(asked, name) is not None:
+            raise InvalidRequestError(f"{prefix}{name} is of beam search: it needs {prefix}beam_width above 1", field=prefix + name)
     values: dict[str, Any] = {name: getattr(defaults, name) for name in (*RANGES, "top_k")}
     for name, allowed in RANGES.items():
         if (value := getattr(asked, name)) is not None:
@@ -141,14 +162,60 @@ def resolve_sampling(asked: SamplingInput, defaults: SamplingParams, limits: Mod
         values["temperature"] = 0.0
     if values["top_p"] == 0:
         values |= {"top_p": 1.0, "top_k": 1}
-    if asked.seed is not None and not 0 <= asked.seed < 1 << 64:
-        raise InvalidRequestError(f"{prefix}seed is {asked.seed}; it must be from 0 to 2^64 - 1", field=f"{prefix}seed")
+    n = _num_sequences(asked.n, 1, prefix + "n")
+    best_of = n if asked.best_of is None else _num_sequences(asked.best_of, n, prefix + "best_of", "sampling.n")
+    return SamplingParams(**values, n=n, best_of=best_of)
+
+
+def _resolve_beams(asked: SamplingInput, beam_width: int, prefix: str) -> SamplingParams:
+    """Beam search takes the likeliest continuations of the model's own distribution: no defaults of sampling apply."""
+    if asked.temperature is not None and not 0 <= asked.temperature < GREEDY_BELOW:
+        _refuse_with_beams(prefix + "temperature", asked.temperature, 0)
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(asked, name)) not in (None, neutral):
+            _refuse_with_beams(prefix + name, value, neutral)
+    n = beam_width if asked.n is None else _num_sequences(asked.n, 1, prefix + "n")
+    if n > beam_width:
+        raise InvalidRequestError(
+            f"{prefix}n is {n}; a beam search returns at most {prefix}beam_width, which is {beam_width}", field=f"{prefix}n"
+        )
+    penalty = 1.0 if asked.length_penalty is None else _LENGTH_PENALTY.check(prefix + "length_penalty", asked.length_penalty)
     return SamplingParams(
-        **values,
-        seed=asked.seed,
-        logit_bias=_logit_bias(asked.logit_bias or {}, limits, f"{prefix}logit_bias"),
-        allowed_token_ids=_token_ids(asked.allowed_token_ids, limits, f"{prefix}allowed_token_ids", MAX_ALLOWED_TOKENS),
+        temperature=0.0, n=n, beam_width=beam_width, length_penalty=penalty, early_stopping=asked.early_stopping or EarlyStopping.HEURISTIC
     )
+
+
+def _refuse_with_beams(name: str, value: float, neutral: float) -> None:
+    raise InvalidRequestError(f"{name} is {value:g}; with beam search it must be unset or {neutral:g}", field=name)
+
+
+def _num_sequences(asked: int | None, least: int, name: str, least_name: str = "") -> int:
+    if asked is None:
+        return least
+    if not least <= asked <= MAX_SEQUENCES:
+        whose = f" ({least_name})" if least_name else ""
+        raise InvalidRequestError(f"{name} is {asked}; it must be from {least}{whose} to {MAX_SEQUENCES}", field=name)
+    return asked
+
+
+def check_streamable(sampling: SamplingParams) -> None:
+    """Which samples are the best is known only at their end. Raises InvalidRequestError."""
+    if sampling.best_of > sampling.n and sampling.beam_width == 1:
+        raise InvalidRequestError(
+            f"sampling.best_of is {sampling.best_of}, more than sampling.n, which is {sampling.n}: which are the best is known only at the"
+            " end, so this can not be streamed; use the unary method",
+            field="sampling.best_of",
+        )
+
+
+def check_beams(sampling: SamplingParams, stop: StopParams, *, logprobs: bool) -> None:
+    """What a beam search can not be combined with outside ``sampling``. Raises InvalidRequestError."""
+    if sampling.beam_width > 1 and stop.stop_strings:
+        raise InvalidRequestError(
+            "stop.stop_strings are not searched for in beam search: use stop.stop_token_ids", field="stop.stop_strings"
+        )
+    if sampling.beam_width > 1 and logprobs:
+        raise InvalidRequestError("output.logprobs is not available in beam search: each hypothesis has a score", field="output.logprobs")
 
 
 def _top_k(top_k: int, limits: ModelLimits, prefix: str) -> int:

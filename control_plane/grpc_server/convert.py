@@ -9,8 +9,10 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+from twinplane.control_plane.generation import Answer
 from twinplane.control_plane.text.chat import Conversation
-from twinplane.control_plane.types import Finish, FinishReason, InvalidRequestError, Timing
+from twinplane.control_plane.text.output import Piece
+from twinplane.control_plane.types import EarlyStopping, Finish, FinishReason, InvalidRequestError, Timing
 from twinplane.control_plane.validation import SamplingInput, StopInput
 from twinplane.v1 import generation_pb2 as pb
 
@@ -18,6 +20,11 @@ _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+_EARLY_STOPPING: dict[int, EarlyStopping] = {
+    pb.EARLY_STOPPING_HEURISTIC: EarlyStopping.HEURISTIC,
+    pb.EARLY_STOPPING_FIRST: EarlyStopping.FIRST,
+    pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 
 
@@ -57,9 +64,24 @@ def optional(message: Any, name: str) -> Any:
 def sampling_input(params: pb.SamplingParams) -> SamplingInput:
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n",
+        "best_of", "beam_width", "length_penalty",
     )  # fmt: skip
     set_fields = {name: optional(params, name) for name in names}
-    return SamplingInput(**set_fields, logit_bias=params.logit_bias, allowed_token_ids=params.allowed_token_ids)
+    return SamplingInput(
+        **set_fields,
+        early_stopping=_early_stopping(params.early_stopping),
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+    )
+
+
+def _early_stopping(value: int) -> EarlyStopping | None:
+    if value == pb.EARLY_STOPPING_UNSPECIFIED:
+        return None
+    if value not in _EARLY_STOPPING:
+        name = "sampling.early_stopping"
+        raise InvalidRequestError(f"{name} is {value}, which this server does not know", field=name)
+    return _EARLY_STOPPING[value]
 
 
 def stop_input(params: pb.StopParams) -> StopInput:
@@ -108,6 +130,19 @@ def _json_array(text: str, path: str) -> list[Any] | None:
     if not isinstance(value, list):
         raise InvalidRequestError(f"{path} must be a JSON array, not {type(value).__name__}", field=path)
     return value
+
+
+def filled(message: Any, part: Piece | Answer) -> Any:
+    """A Sequence or SequenceDelta with the columns and the end of ``part``; its text and index are there already."""
+    message.token_ids.extend(part.token_ids)
+    if part.logprobs:
+        message.logprobs.values.extend(part.logprobs)
+        message.logprobs.ranks.extend(part.ranks)
+    if part.finish is not None:
+        message.finish.CopyFrom(finish_message(part.finish))
+    if part.score is not None:
+        message.score = part.score
+    return message
 
 
 def finish_message(finish: Finish) -> pb.Finish:

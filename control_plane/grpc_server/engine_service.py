@@ -83,3 +83,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             raise InvalidRequestError(f"grace is {grace:g} s; it must be from 0 to {MAX_GRACE_S:g} s", field="grace")
         log.info("drain_requested", grace_s=grace)
         return pb.DrainResponse(unfinished_requests=await self._engine.drain(grace))
+
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ResetPrefixCacheResponse:
+        await self._engine.reset_prefix_cache()
+        log.info("prefix_cache_reset")
+        return pb.ResetPrefixCacheResponse()

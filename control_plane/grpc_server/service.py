@@ -4,68 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from twinplane.control_plane.generation import Generation
 from twinplane.control_plane.grpc_server import convert
 from twinplane.control_plane.grpc_server.interceptor import current_request_id, use_request_id
 from twinplane.control_plane.grpc_server.prompts import check_shape, limits_of, prompt_ids
 from twinplane.control_plane.text.model import ServedModel
-from twinplane.control_plane.text.output import OutputOptions, Piece, SequenceOutput
-from twinplane.control_plane.types import Delta, EngineError, EngineLike, EngineRequest, InvalidRequestError, Timing
-from twinplane.control_plane.validation import check_cache_salt, check_request_id, check_room, resolve_sampling, resolve_stop
-from twinplane.shared.log import get_logger
+from twinplane.control_plane.text.output import OutputOptions
+from twinplane.control_plane.types import EngineLike, EngineRequest, InvalidRequestError
+from twinplane.control_plane.validation import (
+    check_beams,
+    check_cache_salt,
+    check_request_id,
+    check_room,
+    check_streamable,
+    resolve_sampling,
+    resolve_stop,
+)
 from twinplane.v1 import generation_pb2 as pb
 from twinplane.v1 import generation_pb2_grpc
 
-log = get_logger(__name__)
-
 MAX_CANCELLED_IDS = 1024
 _FOREVER_S = 365 * 86400.0
-_UNFINISHED = "disconnected"  # the outcome of a request that gets to no end of its own
-
-
-@dataclass
-class _Generation:
-    """One admitted request: what the engine gets, and what is known of its progress."""
-
-    request: EngineRequest
-    output: SequenceOutput
-    echo_prompt: bool
-    receive_time_ns: int
-    cached_prompt_tokens: int = 0
-    timing: Timing | None = None
-    outcome: str = _UNFINISHED
-
-    def usage(self) -> pb.Usage:
-        return pb.Usage(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=self.output.num_tokens,
-            cached_prompt_tokens=self.cached_prompt_tokens,
-        )
-
-    def prompt(self) -> pb.PromptInfo:
-        ids = self.request.prompt_token_ids
-        return pb.PromptInfo(token_count=len(ids), token_ids=ids if self.echo_prompt else ())
-
-    def log_end(self) -> None:
-        """One line per request, without a word of its text."""
-        timing = self.timing or Timing()
-        log.info(
-            "request_finished",
-            outcome=self.outcome,
-            prompt_tokens=len(self.request.prompt_token_ids),
-            cached_prompt_tokens=self.cached_prompt_tokens,
-            completion_tokens=self.output.num_tokens,
-            queue_s=round(timing.queue, 6),
-            prefill_s=round(timing.prefill, 6),
-            decode_s=round(timing.decode, 6),
-            time_to_first_token_s=round(timing.time_to_first_token, 6),
-            preemptions=timing.preemptions,
-            total_s=round((time.time_ns() - self.receive_time_ns) / 1e9, 6),
-        )
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -77,21 +40,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.GenerateResponse:
         generation = await self._admit(request, context)
-        sequence = pb.Sequence()
-        texts = []
-        async with contextlib.aclosing(self._pieces(generation)) as pieces:
-            async for piece in pieces:
-                texts.append(piece.text)
-                _add_tokens(sequence, piece)
-                if piece.finish is not None:
-                    sequence.finish.CopyFrom(convert.finish_message(piece.finish))
-        sequence.text = "".join(texts)
+        answers = await generation.answers(self._engine)
         return pb.GenerateResponse(
             request_id=generation.request.request_id,
             model=self._model.name,
-            sequences=[sequence],
-            prompt=generation.prompt(),
-            usage=generation.usage(),
+            sequences=[convert.filled(pb.Sequence(index=answer.index, text=answer.text), answer) for answer in answers],
+            prompt=_prompt(generation, request),
+            usage=_usage(generation),
             timing=convert.timing_message(generation.timing, generation.receive_time_ns),
             system_fingerprint=self._fingerprint(),
         )
@@ -100,21 +55,22 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.StreamGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.StreamGenerateResponse]:
         check_shape(request, request.request.chat)
-        generation = await self._admit(request.request, context)
+        generation = await self._admit(request.request, context, streaming=True)
         first = True
-        async with contextlib.aclosing(self._pieces(generation)) as pieces:
-            async for piece in pieces:
+        unfinished = generation.request.sampling.n
+        async with contextlib.aclosing(generation.pieces(self._engine)) as stream:
+            async for pieces in stream:
                 message = pb.StreamGenerateResponse()
                 if first:
-                    self._introduce(message, generation)
+                    self._introduce(message, generation, request.request)
                     first = False
-                delta = message.deltas.add(text=piece.text)
-                _add_tokens(delta, piece)
-                if piece.finish is not None:
-                    delta.finish.CopyFrom(convert.finish_message(piece.finish))
+                for piece in pieces:
+                    convert.filled(message.deltas.add(index=piece.index, text=piece.text), piece)
+                unfinished -= sum(piece.finish is not None for piece in pieces)
+                if not unfinished:
                     message.timing.CopyFrom(convert.timing_message(generation.timing, generation.receive_time_ns))
-                if piece.finish is not None or request.continuous_usage:
-                    message.usage.CopyFrom(generation.usage())
+                if not unfinished or request.continuous_usage:
+                    message.usage.CopyFrom(_usage(generation))
                 yield message
 
     async def CancelGeneration(
@@ -126,10 +82,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             )
         return pb.CancelGenerationResponse(cancelled_request_ids=[name for name in request.request_ids if self._engine.cancel(name)])
 
-    def _introduce(self, message: pb.StreamGenerateResponse, generation: _Generation) -> None:
+    def _introduce(self, message: pb.StreamGenerateResponse, generation: Generation, request: pb.GenerateRequest) -> None:
         message.request_id = generation.request.request_id
         message.model = self._model.name
-        message.prompt.CopyFrom(generation.prompt())
+        message.prompt.CopyFrom(_prompt(generation, request))
         message.system_fingerprint = self._fingerprint()
 
     def _fingerprint(self) -> str:
@@ -137,7 +93,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     # ------------------------------------------------------------------------------------ admission
 
-    async def _admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> _Generation:
+    async def _admit(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any], *, streaming: bool = False
+    ) -> Generation:
         """Check everything, cheapest first, and tokenize. Raises InvalidRequestError, ModelNotFoundError, PromptTooLongError."""
         receive_time_ns = time.time_ns()
         deadline = _deadline(context)
@@ -148,6 +106,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         limits = limits_of(self._model, self._engine.max_model_len)
         sampling = resolve_sampling(convert.sampling_input(request.sampling), self._model.defaults, limits)
         stop = resolve_stop(convert.stop_input(request.stop), limits)
+        check_beams(sampling, stop, logprobs=request.output.logprobs)
+        if streaming:
+            check_streamable(sampling)
         cache_salt = check_cache_salt(request.cache_salt)
         prompt = await prompt_ids(self._model, request, limits)
         check_room(len(prompt), stop, limits)
@@ -163,6 +124,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             priority=request.priority,
             deadline=deadline,
             cache_salt=cache_salt,
+            prefix_cache=convert.optional(request, "prefix_cache") is not False,
         )
         options = OutputOptions(
             text=convert.optional(request.output, "text") is not False,
@@ -171,48 +133,20 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             include_stop=request.stop.include_stop_in_output,
             min_tokens=stop.min_tokens,
         )
-        output = SequenceOutput(self._model.tokenizer, prompt, options)
-        return _Generation(engine_request, output, request.output.echo_prompt_tokens, receive_time_ns)
-
-    # ----------------------------------------------------------------------------------- generation
-
-    async def _pieces(self, generation: _Generation) -> AsyncGenerator[Piece, None]:
-        """What may be shown, piece by piece; the last one has ``finish``. Closing it cancels the request."""
-        try:
-            async with contextlib.aclosing(self._engine.generate(generation.request)) as deltas:
-                async for delta in deltas:
-                    piece = generation.output.push(delta)
-                    generation.cached_prompt_tokens = max(generation.cached_prompt_tokens, delta.cached_prompt_tokens)
-                    if piece.finish is not None:
-                        generation.timing = delta.timing if delta.finish is not None else await self._cancel(generation, deltas)
-                        generation.outcome = piece.finish.reason.value
-                        yield piece
-                        return
-                    yield piece
-        except EngineError as error:
-            generation.outcome = error.reason.lower()
-            raise
-        finally:
-            deadline = generation.request.deadline
-            if generation.outcome == _UNFINISHED and deadline is not None and time.monotonic() >= deadline:
-                generation.outcome = "deadline_exceeded"  # gRPC ended the call before the engine did
-            generation.log_end()
-
-    async def _cancel(self, generation: _Generation, deltas: AsyncGenerator[Delta, None]) -> Timing | None:
-        """A stop string was found, of which the engine knows nothing: end the request there, and learn its timing."""
-        self._engine.cancel(generation.request.request_id)
-        with contextlib.suppress(EngineError):  # the answer is complete: whatever happens now is no failure of it
-            async for delta in deltas:
-                if delta.finish is not None:
-                    return delta.timing
-        return None
+        return Generation(engine_request, self._model.tokenizer, options, receive_time_ns=receive_time_ns)
 
 
-def _add_tokens(target: Any, piece: Piece) -> None:
-    target.token_ids.extend(piece.token_ids)
-    if piece.logprobs:
-        target.logprobs.values.extend(piece.logprobs)
-        target.logprobs.ranks.extend(piece.ranks)
+def _usage(generation: Generation) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=generation.prompt_tokens,
+        completion_tokens=generation.completion_tokens,
+        cached_prompt_tokens=generation.cached_prompt_tokens,
+    )
+
+
+def _prompt(generation: Generation, request: pb.GenerateRequest) -> pb.PromptInfo:
+    ids = generation.request.prompt_token_ids
+    return pb.PromptInfo(token_count=len(ids), token_ids=ids if request.output.echo_prompt_tokens else ())
 
 
 def _deadline(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from twinplane.control_plane.text.detokenizer import Detokenizer
 from twinplane.control_plane.text.stop import StopMatch, StopScanner, StopStrings
 from twinplane.control_plane.text.tokenizer import Tokenizer
 from twinplane.control_plane.types import Delta, Finish, FinishReason
@@ -34,6 +35,8 @@ class Piece:
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    index: int = 0  # of the sequence in its request
+    score: float | None = None  # of a beam search's hypothesis, with `finish`
 
 
 class SequenceOutput:
@@ -45,22 +48,27 @@ class SequenceOutput:
         self._detokenizer = tokenizer.detokenizer(prompt_ids, skip_special_tokens=options.skip_special_tokens) if wanted else None
         self._scanner = StopScanner(StopStrings(options.stop_strings)) if options.stop_strings else None
         self.num_tokens = 0
+        self.finish: Finish | None = None
 
     def push(self, delta: Delta) -> Piece:
-        piece = Piece(delta.token_ids, "", delta.logprobs, delta.ranks, delta.finish)
+        piece = Piece(delta.token_ids, "", delta.logprobs, delta.ranks, delta.finish, delta.index, delta.score)
         if self._detokenizer is None:
             self.num_tokens += len(piece.token_ids)
-            return piece
+        else:
+            self._detokenize(piece, delta, self._detokenizer)
+        self.finish = piece.finish
+        return piece
+
+    def _detokenize(self, piece: Piece, delta: Delta, detokenizer: Detokenizer) -> None:
         if self._scanner is None:
             self.num_tokens += len(piece.token_ids)
-            piece.text = self._detokenizer.push(self._shown(delta))
+            piece.text = detokenizer.push(self._shown(delta))
         else:
             self._scan(piece, self._scanner, self._shown(delta))
         if piece.finish is not None and piece.finish.stop_string is None:
             piece.text += self._flush()
         if not self._options.text:
             piece.text = ""
-        return piece
 
     def _shown(self, delta: Delta) -> list[int]:
         """The tokens that have text: not the EOS or stop token that ended the sequence, unless asked for."""

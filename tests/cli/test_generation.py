@@ -42,6 +42,17 @@ class ScriptedServer(rpc.GenerationServiceServicer):
                 message.timing.decode.FromMilliseconds(100)
             yield message
 
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Several answers at once."""
+        self.requests.append(request)
+        count = request.sampling.beam_width or request.sampling.n or 1
+        response = pb.GenerateResponse(request_id="r1", usage=pb.Usage(prompt_tokens=9, completion_tokens=2 * count))
+        for index in range(count):
+            response.sequences.add(index=index, text=f"answer {index}", token_ids=[index, 5]).finish.reason = pb.FINISH_REASON_STOP
+            if request.sampling.beam_width or request.sampling.best_of:
+                response.sequences[index].score = -0.25 - index
+        return response
+
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[ScriptedServer]:
@@ -94,6 +105,25 @@ def test_options_that_are_zero_are_sent_and_those_not_given_are_not(server):
     request = json_format.MessageToDict(server.requests[0], preserving_proto_field_name=True)
     assert request["sampling"] == {"temperature": 0.0, "seed": "0"}
     assert request["stop"] == {"max_tokens": 5, "stop_strings": ["a", "b"], "ignore_eos": True}
+
+
+def test_several_answers_are_shown_one_below_the_other(server, capsys):
+    assert main(["generate", "--n", "2", "--stats", "x"]) == 0
+    out = capsys.readouterr()
+    assert out.out == "--- 1\nanswer 0\n--- 2\nanswer 1\n"
+    assert "4 tokens" in out.err
+    assert main(["generate", "--beam-width", "2", "--length-penalty", "0.5", "x"]) == 0
+    assert capsys.readouterr().out == "--- 1 (score -0.25)\nanswer 0\n--- 2 (score -1.25)\nanswer 1\n"
+    assert main(["generate", "--best-of", "3", "--json", "x"]) == 0
+    assert [s["score"] for s in json.loads(capsys.readouterr().out)["sequences"]] == [-0.25]
+    asked = [json_format.MessageToDict(request, preserving_proto_field_name=True)["sampling"] for request in server.requests]
+    assert asked == [{"n": 2}, {"beam_width": 2, "length_penalty": 0.5}, {"best_of": 3}]
+
+
+def test_a_conversation_has_one_answer_a_turn(capsys):
+    with pytest.raises(SystemExit):
+        main(["chat", "--n", "2", "x"])
+    assert "--n" in capsys.readouterr().err
 
 
 def test_the_prompt_may_come_on_standard_input(server, monkeypatch):

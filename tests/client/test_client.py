@@ -38,6 +38,27 @@ def client_free_reference(served: Any) -> list[int]:
     return list(served.engine.answer(None))
 
 
+def test_several_sequences_are_typed_and_a_streams_deltas_name_theirs(served: Any) -> None:
+    served.engine.answers = [[40, 41], [50, 51, 52]]
+    with Client(served.target) as client:
+        whole = client.generate("Hi", n=2)
+        with client.stream("Hi", n=2) as stream:
+            deltas = list(stream)
+            streamed = stream.result()
+        beams = client.generate("Hi", beam_width=2, early_stopping="first")
+        with pytest.raises(ValueError, match="heuristic"):
+            client.generate("Hi", beam_width=2, early_stopping="soon")  # type: ignore[arg-type]
+        client.reset_prefix_cache()
+    for result in (whole, streamed):
+        assert [(s.index, s.token_ids, s.score) for s in result.sequences] == [(0, [40, 41], None), (1, [50, 51, 52], None)]
+        assert (result.token_ids, result.text) == ([40, 41], result.sequences[0].text)
+    by_index = {index: [t for delta in deltas if delta.index == index for t in delta.token_ids] for index in (0, 1)}
+    assert by_index == {0: [40, 41], 1: [50, 51, 52]}
+    assert [delta.usage is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert [s.score for s in beams.sequences] == [-0.5, -1.5]
+    assert served.engine.resets == 1
+
+
 def test_leaving_the_block_cancels_what_was_not_read(served: Any) -> None:
     served.engine.answer = lambda request: [10] * 2000
     with Client(served.target) as client:
@@ -135,6 +156,9 @@ async def test_the_async_client_gives_the_same_results(served: Any) -> None:
             async with client.stream("Hi") as stream:
                 tokens = [token async for delta in stream for token in delta.token_ids]
             assert tokens == blocking.stream("Hi").result().token_ids
+            async with client.stream("Hi", n=3) as stream:
+                assert {delta.index async for delta in stream} == {0, 1, 2}
+                assert (await stream.result()).sequences == blocking.generate("Hi", n=3).sequences
             assert await client.models() == blocking.models()
             assert await client.server_info() == blocking.server_info()
             assert await client.detokenize(await client.tokenize("x")) == "x"

@@ -37,23 +37,34 @@ class Live:
     """One request between its submission and its last delta."""
 
     request: EngineRequest
-    pending: Delta | None = None
+    pending: dict[int, Delta] = field(default_factory=dict)  # by sequence
     error: EngineError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: bool = False
-    produced: int = 0
+    cancelled: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    produced: int = 0  # tokens, of all sequences
 
     def put(self, delta: Delta) -> None:
-        if self.pending is not None:
-            delta.token_ids = self.pending.token_ids + delta.token_ids
-            delta.logprobs = self.pending.logprobs + delta.logprobs
-            delta.ranks = self.pending.ranks + delta.ranks
-        self.pending = delta
+        if delta.index in self.ended:
+            return
+        earlier = self.pending.get(delta.index)
+        if earlier is not None:
+            delta.token_ids = earlier.token_ids + delta.token_ids
+            delta.logprobs = earlier.logprobs + delta.logprobs
+            delta.ranks = earlier.ranks + delta.ranks
+        self.pending[delta.index] = delta
+        if delta.finish is not None:
+            self.ended.add(delta.index)
         self.wake.set()
+
+    def cancel(self, index: int) -> None:
+        self.cancelled.add(index)
+        self.put(Delta([], finish=Finish(FinishReason.CANCELLED), timing=Timing(queue=0.25), index=index))
 
 
 class FakeEngine:
-    """``answer`` gives the tokens of a request; what exceeds its limits is cut. ``step_s``: seconds per token.
+    """``answer`` gives the tokens of a request (of ``answers``, those of its sequence of that number, if there is one); what exceeds
+    its limits is cut. ``step_s``: seconds per token.
 
     ``slots``: requests that run at once; ``queue``: how many more may wait.
     """
@@ -71,6 +82,8 @@ class FakeEngine:
         cached_prompt_tokens: int = 0,
     ) -> None:
         self.answer = answer
+        self.answers: list[Sequence[int]] = []
+        self.resets = 0
         self.eos = eos
         self.step_s = step_s
         self.queue = queue
@@ -140,11 +153,17 @@ class FakeEngine:
         live = self.live.get(request_id)
         if live is None:
             return False
-        live.cancelled = True
-        live.put(Delta([], finish=Finish(FinishReason.CANCELLED), timing=Timing(queue=0.25)))
+        for index in range(live.request.sampling.num_sequences):
+            live.cancel(index)
         return True
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
+    def cancel_sequence(self, request_id: str, index: int) -> None:
+        self.live[request_id].cancel(index)
+
+    async def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[Delta], None]:
         if self._state is EngineState.DRAINING:
             raise DrainingError("draining", retry_delay=2.5)
         if request.request_id in self.live:
@@ -162,10 +181,9 @@ class FakeEngine:
                 if live.error is not None:
                     ended = True
                     raise live.error
-                delta, live.pending = live.pending, None
-                assert delta is not None
-                ended = delta.finish is not None
-                yield delta
+                deltas, live.pending = live.pending, {}
+                ended = len(live.ended) == request.sampling.num_sequences
+                yield [deltas[index] for index in sorted(deltas)]
         finally:
             if not ended:
                 self.closed.append(request.request_id)
@@ -194,29 +212,34 @@ class FakeEngine:
             self._slots.release()
 
     async def _run(self, live: Live) -> None:
+        """All sequences side by side, a token (or ``tokens_per_delta``) each at a time; beams only at the end."""
         request = live.request
+        count = request.sampling.num_sequences
         room = self.max_model_len - len(request.prompt_token_ids)
         limit = room if request.max_tokens is None else request.max_tokens
-        answer = list(self.answer(request))[:limit]
-        for start in range(0, len(answer), self.tokens_per_delta):
+        default = list(self.answer(request))
+        answers = [list(self.answers[i] if i < len(self.answers) else default)[:limit] for i in range(count)]
+        size = limit if request.sampling.beam_width > 1 else self.tokens_per_delta
+        for start in range(0, max(map(len, answers)), size):
             await asyncio.sleep(self.step_s)
-            tokens = answer[start : start + self.tokens_per_delta]
-            finish = None
-            for index, token in enumerate(tokens):
-                live.produced += 1
-                finish = self._finish(token, request, last=live.produced == limit)
-                if finish is not None:
-                    tokens = tokens[: index + 1]
-                    break
-            if finish is None and start + self.tokens_per_delta >= len(answer):
-                finish = Finish(FinishReason.LENGTH)
-            if live.cancelled:
+            for index, answer in enumerate(answers):
+                if index not in live.cancelled and start < len(answer):
+                    self._step(live, index, answer, start, size, limit)
+            if len(live.ended) == count:
                 return
-            live.put(self._delta(live, tokens, finish))
-            assert live.pending is not None
-            self.most_pending = max(self.most_pending, len(live.pending.token_ids))
+
+    def _step(self, live: Live, index: int, answer: list[int], start: int, size: int, limit: int) -> None:
+        tokens, finish = answer[start : start + size], None
+        for offset, token in enumerate(tokens):
+            finish = self._finish(token, live.request, last=start + offset + 1 == limit)
             if finish is not None:
-                return
+                tokens = tokens[: offset + 1]
+                break
+        if finish is None and start + size >= len(answer):
+            finish = Finish(FinishReason.LENGTH)
+        live.produced += len(tokens)
+        live.put(self._delta(live, index, tokens, finish))
+        self.most_pending = max([self.most_pending, *(len(delta.token_ids) for delta in live.pending.values())])
 
     def _finish(self, token: int, request: EngineRequest, *, last: bool) -> Finish | None:
         if token == self.eos and not request.ignore_eos:
@@ -225,7 +248,7 @@ class FakeEngine:
             return Finish(FinishReason.STOP, stop_token_id=token)
         return Finish(FinishReason.LENGTH) if last else None
 
-    def _delta(self, live: Live, tokens: list[int], finish: Finish | None) -> Delta:
+    def _delta(self, live: Live, index: int, tokens: list[int], finish: Finish | None) -> Delta:
         timing = Timing(queue=0.25, prefill=0.5, decode=0.75, time_to_first_token=0.75, preemptions=2) if finish else None
         wanted = live.request.logprobs
         return Delta(
@@ -235,4 +258,6 @@ class FakeEngine:
             finish=finish,
             cached_prompt_tokens=self.cached_prompt_tokens,
             timing=timing,
+            index=index,
+            score=-0.5 - index if finish and live.request.sampling.beam_width > 1 else None,
         )

@@ -14,7 +14,7 @@ from front_support import EOS, serving
 from twinplane.client import AsyncClient, Chat, Finish, TwinplaneError
 from twinplane.control_plane.text.chat import Conversation
 from twinplane.control_plane.text.tokenizer import Tokenizer
-from twinplane.control_plane.types import RowFailedError
+from twinplane.control_plane.types import EarlyStopping, RowFailedError
 from twinplane.v1 import generation_pb2, generation_pb2_grpc
 
 FOX = "The quick brown fox"
@@ -107,7 +107,7 @@ async def test_every_sampling_field_reaches_the_engine(client: AsyncClient, engi
     await client.generate(
         "x", temperature=0.5, top_p=0.75, top_k=7, min_p=0.25, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5,
         seed=2**64 - 1, logit_bias={3: -2.0}, allowed_token_ids=[4, 5], max_tokens=9, min_tokens=2, stop_token_ids=[8],
-        ignore_eos=True, logprobs=True, cache_salt="tenant", priority=-3,
+        ignore_eos=True, logprobs=True, cache_salt="tenant", prefix_cache=False, priority=-3, n=2, best_of=3,
     )  # fmt: skip
     request = engine.requests[0]
     sampling = request.sampling
@@ -115,7 +115,13 @@ async def test_every_sampling_field_reaches_the_engine(client: AsyncClient, engi
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.5, -0.5)
     assert (sampling.seed, sampling.logit_bias, sampling.allowed_token_ids) == (2**64 - 1, {3: -2.0}, (4, 5))
     assert (request.max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos) == (9, 2, (8,), True)
-    assert (request.logprobs, request.cache_salt, request.deadline, request.priority) == (True, "tenant", None, -3)
+    assert (sampling.n, sampling.best_of, sampling.beam_width) == (2, 3, 1)
+    assert (request.logprobs, request.cache_salt, request.prefix_cache) == (True, "tenant", False)
+    assert (request.deadline, request.priority) == (None, -3)
+    await client.generate("x", beam_width=3, n=2, length_penalty=-0.5, early_stopping="never")
+    beams = engine.requests[1].sampling
+    assert (beams.beam_width, beams.n, beams.length_penalty, beams.early_stopping) == (3, 2, -0.5, EarlyStopping.NEVER)
+    assert (engine.requests[1].cache_salt, engine.requests[1].prefix_cache) == ("", True)
 
 
 async def test_the_model_can_be_named_by_alias_and_no_other_name(client: AsyncClient) -> None:
@@ -230,16 +236,6 @@ async def test_B06_a_list_of_nonsense_disturbs_no_stream_beside_it() -> None:
             assert caught.value.field is not None
             assert name in caught.value.field
         assert len((await beside.result()).token_ids) == 100
-
-
-async def test_B18_more_than_one_sequence_is_refused_whatever_the_number(address: str) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        for n in (0, 2, 1_000_000):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Generate(generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(n=n)))
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "not supported" in caught.value.details()
 
 
 @pytest.mark.parametrize("prompt", ["", [], Chat([])])

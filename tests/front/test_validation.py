@@ -12,17 +12,19 @@ from front_support import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from twinplane.control_plane.text.model import ServedModel, read_generation_config
-from twinplane.control_plane.types import EngineError, InvalidRequestError, PromptTooLongError, SamplingParams
+from twinplane.control_plane.types import EarlyStopping, EngineError, InvalidRequestError, PromptTooLongError, SamplingParams
 from twinplane.control_plane.validation import (
     RANGES,
     ModelLimits,
     SamplingInput,
     StopInput,
+    check_beams,
     check_cache_salt,
     check_length,
     check_prompt_ids,
     check_request_id,
     check_room,
+    check_streamable,
     default_sampling,
     describe_defaults,
     resolve_sampling,
@@ -83,10 +85,60 @@ def test_B06_every_float_has_a_range_and_its_ends_are_allowed(name: str) -> None
         assert f"from {allowed.low:g} to {allowed.high:g}" in error.message
 
 
-@pytest.mark.parametrize("n", [0, 2, 10**6])
-def test_B18_n_is_one_or_not_supported(n: int) -> None:
-    assert "not supported" in refusal(lambda: sampling(n=n)).message
-    sampling(n=1)
+@pytest.mark.parametrize("name", ["n", "best_of", "beam_width"])
+def test_B18_the_number_of_sequences_has_a_range(name: str) -> None:
+    for value in (1, 2, 16):
+        assert getattr(sampling(**{name: value}), name) == value
+    for bad in (0, 17, 10**6):
+        error = refusal(lambda bad=bad: sampling(**{name: bad}))
+        assert error.field == f"sampling.{name}"
+        assert f"{bad}; it must be from 1" in error.message
+        assert "to 16" in error.message
+
+
+def test_best_of_is_n_unless_it_is_more() -> None:
+    assert (sampling(n=3).best_of, sampling(n=3, best_of=3).best_of, sampling(n=3, best_of=5).num_sequences) == (3, 3, 5)
+    assert refusal(lambda: sampling(n=3, best_of=2)).message == "sampling.best_of is 2; it must be from 3 (sampling.n) to 16"
+    assert refusal(lambda: check_streamable(sampling(n=3, best_of=4))).field == "sampling.best_of"
+    check_streamable(sampling(n=3, best_of=3))
+    check_streamable(sampling(beam_width=4))
+
+
+def test_a_beam_search_takes_no_defaults_of_sampling_and_returns_all_hypotheses_or_n() -> None:
+    defaults = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1)
+    beams = resolve_sampling(SamplingInput(beam_width=4, logit_bias={5: 1.0}, length_penalty=0.5), defaults, LIMITS)
+    assert (beams.temperature, beams.top_p, beams.repetition_penalty, beams.logit_bias) == (0.0, 1.0, 1.0, {5: 1.0})
+    assert (beams.n, beams.num_sequences, beams.length_penalty, beams.early_stopping) == (4, 4, 0.5, EarlyStopping.HEURISTIC)
+    assert (sampling(beam_width=4, n=2).n, sampling(beam_width=4, n=2).num_sequences) == (2, 4)
+    assert sampling(beam_width=4, temperature=0, top_p=1, top_k=0, repetition_penalty=1, best_of=1, seed=5).beam_width == 4
+    assert "at most sampling.beam_width, which is 4" in refusal(lambda: sampling(beam_width=4, n=5)).message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 1.0), ("temperature", math.nan), ("top_p", 0.5), ("top_k", 3), ("min_p", 0.1), ("repetition_penalty", 1.1),
+        ("presence_penalty", -1), ("frequency_penalty", 1), ("best_of", 2), ("length_penalty", 11), ("length_penalty", math.nan),
+    ],
+)  # fmt: skip
+def test_what_contradicts_a_beam_search_is_refused_by_name(name: str, value: float) -> None:
+    assert refusal(lambda: sampling(beam_width=2, **{name: value})).field == f"sampling.{name}"
+
+
+@pytest.mark.parametrize("asked", [{"length_penalty": 1.0}, {"early_stopping": EarlyStopping.NEVER}])
+def test_what_belongs_to_beam_search_needs_one(asked: dict[str, Any]) -> None:
+    assert refusal(lambda: sampling(**asked)).field == f"sampling.{next(iter(asked))}"
+    assert refusal(lambda: sampling(beam_width=1, **asked)).field == f"sampling.{next(iter(asked))}"
+    sampling(beam_width=2, **asked)
+
+
+def test_stop_strings_and_logprobs_are_not_for_beams() -> None:
+    beams, plain = sampling(beam_width=2), sampling()
+    stops, none = resolve_stop(StopInput(stop_strings=["x"]), LIMITS), resolve_stop(StopInput(), LIMITS)
+    assert refusal(lambda: check_beams(beams, stops, logprobs=False)).field == "stop.stop_strings"
+    assert refusal(lambda: check_beams(beams, none, logprobs=True)).field == "output.logprobs"
+    check_beams(beams, none, logprobs=False)
+    check_beams(plain, stops, logprobs=True)
 
 
 def test_B08_logit_bias_stays_inside_the_vocabulary_and_its_range() -> None:

@@ -114,3 +114,11 @@ class DrainResponse(_message.Message):
     UNFINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     unfinished_requests: int
     def __init__(self, unfinished_requests: _Optional[int] = ...) -> None: ...
+
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

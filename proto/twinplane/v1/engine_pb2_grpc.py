@@ -54,6 +54,11 @@ class EngineServiceStub(object):
                 request_serializer=twinplane_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
                 response_deserializer=twinplane_dot_v1_dot_engine__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/twinplane.v1.EngineService/ResetPrefixCache',
+                request_serializer=twinplane_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=twinplane_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer(object):
@@ -86,6 +91,13 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Forgets every cached prefix; what running requests use stays theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +120,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=twinplane_dot_v1_dot_engine__pb2.DrainRequest.FromString,
                     response_serializer=twinplane_dot_v1_dot_engine__pb2.DrainResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=twinplane_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=twinplane_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +235,33 @@ class EngineService(object):
             '/twinplane.v1.EngineService/Drain',
             twinplane_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
             twinplane_dot_v1_dot_engine__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinplane.v1.EngineService/ResetPrefixCache',
+            twinplane_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
+            twinplane_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
