@@ -23,6 +23,7 @@ BENCHMARKS = {
     "ring": "a message through the shared-memory rings and back, between two processes",
     "tick": "one pass of the scheduler, by number of running sequences",
     "admit": "the pass that admits a crowd of waiting prompts",
+    "prefix": "a hit in the prefix cache: exact lookup and pin",
     "kernels": "the kernels the models run on, by shape",
     "serving": "tokens per second of a server, beside transformers' continuous batching",
     "interference": "inter-token latency of streams while long prompts arrive",

@@ -28,7 +28,7 @@ class Event(NamedTuple):
     finish: int  # FINISH_*
     match: int  # the EOS or stop token id that ended it, else -1
     # Complete in a request's last event; before that, fixed from its first event on, or 0.
-    cached_tokens: int  # 0 without a prefix tree
+    cached_tokens: int  # of the prompt, found in the prefix cache when it was first scheduled
     preemptions: int  # last event only
     queued_ns: int  # submit -> first scheduled
     prefill_ns: int  # first scheduled -> first token
@@ -58,6 +58,8 @@ class RequestParams:
         allowed_token_ids: Sequence[int] = (),
         priority: int = 0,
         deadline_ns: int = 0,  # CLOCK_MONOTONIC; 0 = none
+        cache: bool = True,  # finds cached blocks, and leaves its own for others
+        cache_key: bytes = b"",  # 32 bytes: only requests with an equal one share blocks; b"" is one of them
     ) -> None: ...
 
 class Refusal(NamedTuple):
@@ -107,6 +109,7 @@ class Stats(NamedTuple):
     steps_retired: int
     tokens_emitted: int
     prompt_tokens_computed: int
+    cached_tokens: int  # found in the prefix cache instead
     preemptions: int
     finished: list[int]  # by FINISH_* reason
     refused: int
@@ -133,6 +136,7 @@ class Scheduler:
     def detach(self, *, step_failed: bool = False) -> None: ...
     def submit(self, request_id: int, prompt: NDArray[np.int32], params: RequestParams, now_ns: int) -> Refusal | None: ...
     def cancel(self, request_id: int) -> bool: ...
+    def reset_prefix_cache(self) -> None: ...
     def tick(self, now_ns: int) -> bytes | None:
         """Plan and commit one step; the bytes of its slot (StepSlotLayout), or None when there is nothing to send."""
     def retire(self, result: bytes, now_ns: int) -> None:
@@ -160,6 +164,8 @@ class EngineCore:
         Raises _shm.ProtocolError if the segment is not this session's, ValueError if a capacity is too small, RuntimeError if a session is
         attached or the core is not running.
         """
+    def reset_prefix_cache(self) -> None:
+        """Nothing cached so far is found any more. Waits for the core's thread."""
     def activate(self) -> None:
         """The data plane is ready: steps may be sent."""
     def detach(self, *, step_failed: bool = False) -> None:

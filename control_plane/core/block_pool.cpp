@@ -18,13 +18,9 @@ BlockId BlockPool::acquire() {
   return block;
 }
 
-bool BlockPool::decrement(BlockId block) {
-  assert(counts_[block.value] != 0);
-  return --counts_[block.value] == 0;
-}
-
 void BlockPool::release(BlockId block, StepSeq fence) {
-  if (!decrement(block)) return;
+  assert(counts_[block.value] != 0);
+  if (--counts_[block.value] != 0) return;
   if (fence <= retired_) {
     free_.push_back(block);
   } else {

@@ -38,14 +38,17 @@ class Budget {
   // Prompt tokens this step has room for.
   TokenCount allowance() const { return within_target(tokens_, TokenCount{0}); }
 
-  // What this step has for the next chunk of a sequence; 0 if nothing.
-  TokenCount chunk_for(const Sequence& sequence) const {
-    return within_target(std::min({sequence.distance(), chunk_cap_, tokens_}), sequence.num_computed);
+  // What this step has for the next chunk of a sequence with `rest` tokens to go behind `context`; 0 if nothing.
+  TokenCount chunk_for(TokenCount rest, TokenCount context) const {
+    return within_target(std::min({rest, chunk_cap_, tokens_}), context);
   }
 
-  void take_chunk(const Sequence& sequence, TokenCount tokens) {
+  TokenCount take_chunk(TokenCount rest, TokenCount context) {
+    const TokenCount tokens = chunk_for(rest, context);
+    if (tokens == TokenCount{0}) return tokens;
     tokens_ -= tokens;
-    load_.add_chunk(tokens.value, sequence.num_computed.value);
+    load_.add_chunk(tokens.value, context.value);
+    return tokens;
   }
 
   // What opening a row takes beside tokens; false (and nothing taken) if this step can not carry it. The next one can:

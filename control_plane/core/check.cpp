@@ -31,25 +31,35 @@ class Checker {
 
 // INV-5: each block is in exactly one state, and its references are those of its owners.
 void check_blocks(Checker& check, const Session& session, const SequenceTable& sequences) {
-  const BlockPool& pool = session.blocks;
+  const BlockPool& pool = session.blocks.pool();
   std::vector<uint32_t> owners(pool.total().value, 0);
   sequences.for_each([&](const Sequence& s) {
-    for (uint32_t i = 0; i < s.num_blocks.value; ++i) ++owners[s.blocks[i].value];
+    for (uint32_t i = s.tree_blocks.value; i < s.num_blocks.value; ++i) ++owners[s.blocks[i].value];
   });
   std::vector<uint32_t> places(pool.total().value, 0);
-  uint32_t referenced = 0;
   for (uint32_t b = 0; b < pool.total().value; ++b) {
     check.expect(owners[b] == pool.references({b}), "block ", b, " counts ", pool.references({b}), " references, has ",
                  owners[b], " owners");
     places[b] = owners[b] != 0;
-    referenced += owners[b] != 0;
   }
+  std::vector<bool> in_tree(pool.total().value, false);
+  const std::string tree = session.blocks.tree().check([&](BlockId block) {
+    ++places[block.value];
+    in_tree[block.value] = true;
+  });
+  check.expect(tree.empty(), "the prefix tree: ", tree);
+  sequences.for_each([&](const Sequence& s) {
+    for (uint32_t i = 0; i < s.tree_blocks.value; ++i) {
+      check.expect(in_tree[s.blocks[i].value], "request ", s.id.value, " counts on block ", s.blocks[i].value,
+                   ", which left the tree");
+    }
+  });
   for (const BlockId block : pool.free_blocks()) ++places[block.value];
   pool.fenced_blocks().for_each([&](BlockId block) { ++places[block.value]; });
   for (uint32_t b = 0; b < pool.total().value; ++b) {
-    check.expect(places[b] == 1, "block ", b, " is in ", places[b], " of the states free, fenced, referenced");
+    check.expect(places[b] == 1, "block ", b, " is in ", places[b],
+                 " of the states free, fenced, referenced, in the tree");
   }
-  check.equal(pool.referenced().value, referenced, "referenced blocks");
 }
 
 void check_rows(Checker& check, const Session& session, const Line& running) {
@@ -82,7 +92,7 @@ void check_sequence(Checker& check, const Sequence& s, const std::optional<Sessi
   check.expect(s.known() <= s.limit, "request ", id, " goes past its limit");
   check.expect(s.emitted().value == s.published.load(), "request ", id, " has unpublished tokens");
   if (s.state == SequenceState::kWaiting) {
-    check.expect(s.num_blocks == BlockCount{0}, "request ", id, " waits and holds blocks");
+    check.expect(s.num_blocks == BlockCount{0} && s.node == kRootNode, "request ", id, " waits and holds blocks");
     check.expect(s.num_computed == TokenCount{0}, "request ", id, " waits and has computed tokens");
     check.expect(s.num_pending == TokenCount{0} || s.row != kNoRow, "request ", id, " waits for a token from no row");
     return;

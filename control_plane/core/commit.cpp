@@ -23,7 +23,9 @@ wire::RowOpen row_open(const Sequence& sequence) {
           .top_k = sampling.top_k,
           .repetition_penalty = sampling.repetition_penalty,
           .presence_penalty = sampling.presence_penalty,
-          .frequency_penalty = sampling.frequency_penalty};
+          .frequency_penalty = sampling.frequency_penalty,
+          .num_candidates = 0,
+          .pad0 = 0};
 }
 
 // A record of token ids; none at all if there are none.
@@ -64,60 +66,68 @@ void write_extras(StepWriter& step, const Sequence& sequence) {
 
 void Scheduler::preempt(Sequence& victim) {
   population_.running.erase(victim);
-  leave_device(victim);
+  leave_device(victim, true);
   put_back(victim);
   ++victim.preemptions;
   ++counters_.preemptions;
 }
 
-void Scheduler::commit(const StepPlan& plan, std::byte* slot, Nanos now) {
-  StepWriter step(slot, session_->capacities);
-  StepRecord& record = session_->record(session_->sent);
-  record.rows.clear();
-  record.load = plan.load;
-  if (plan.load.chunks != 0) counters_.chunk_allowance = plan.chunk_allowance.value;
+void Scheduler::carry_out(const StepPlan& plan, StepRecord& record, StepWriter& step) {
+  for (Sequence* const victim : plan.yielding) preempt(*victim);
   for (const Scheduled& decode : plan.decodes) {
     Sequence& sequence = *decode.sequence;
     if (sequence.needs_block(session_->pool.block_size)) add_block(sequence, step);
     schedule(decode, 0, record, step);
   }
   for (const Scheduled& chunk : plan.chunks) schedule(chunk, wire::kSeqFlagChunk, record, step);
-  for (const Scheduled& first_chunk : plan.admissions) {
-    admit(*first_chunk.sequence, step, now);
-    schedule(first_chunk, wire::kSeqFlagChunk, record, step);
-  }
+}
+
+void Scheduler::send(StepWriter& step, Nanos now) {
   session_->rows.closing().for_each([&step](size_t row) { step.close({static_cast<uint32_t>(row)}); });
   session_->rows.clear_closing();
   step.finish(session_->sent, now);
 
+  StepRecord& record = session_->record(session_->sent);
+  record.load = planner_.load();
+  if (record.load.chunks != 0) counters_.chunk_allowance = planner_.chunk_allowance().value;
   if (session_->idle_since != Nanos{0}) counters_.host_gap_ns += (now - session_->idle_since).value;
   session_->idle_since = {0};
   ++session_->sent;
   ++counters_.steps_sent;
 }
 
-void Scheduler::admit(Sequence& sequence, StepWriter& step, Nanos now) {
+void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter& step, Nanos now) {
+  Sequence& sequence = *admission.sequence;
   population_.waiting.erase(sequence);
   gate_.leave_queue(sequence);
   sequence.become(SequenceState::kRunning);
   population_.running.insert(sequence);
   sequence.is_protected = sequence.was_resident;
-  if (!sequence.was_resident) sequence.first_scheduled = now;
-  sequence.was_resident = true;
-
   session_->rows.seat(sequence);
   step.open(row_open(sequence));
   write_extras(step, sequence);
-  const BlockCount blocks = blocks_for(sequence.admission_tokens(), session_->pool.block_size);
-  while (sequence.num_blocks < blocks) add_block(sequence, step);
+
+  BlockManager& blocks = session_->blocks;
+  blocks.attach(sequence, admission.match);
+  for (BlockCount i; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
+  const bool copies = admission.match.partial != TokenCount{0} && sequence.num_blocks == admission.match.blocks;
+  if (copies) blocks.copy_partial(sequence, admission.match, session_->sent);  // before grow() looks for a free block
+  const BlockCount needed = blocks_for(sequence.admission_tokens(), session_->pool.block_size);
+  while (sequence.num_blocks < needed) add_block(sequence, step);
+  if (copies) step.copy(admission.match.partial_block, sequence.blocks[admission.match.blocks.value]);
+
+  counters_.cached_tokens += sequence.num_computed.value;
+  if (!sequence.was_resident) {
+    sequence.first_scheduled = now;
+    sequence.cached_tokens = sequence.num_computed;
+    sequence.was_resident = true;
+  }
+  schedule({&sequence, admission.tokens}, wire::kSeqFlagChunk, record, step);
 }
 
 void Scheduler::add_block(Sequence& sequence, StepWriter& step) {
-  assert(sequence.num_blocks < sequence.block_capacity);
-  const BlockId block = session_->blocks.acquire();
-  step.write_table(sequence.row, sequence.num_blocks, block);
-  sequence.blocks[sequence.num_blocks.value] = block;
-  ++sequence.num_blocks;
+  const BlockCount index = sequence.num_blocks;
+  step.write_table(sequence.row, index, session_->blocks.grow(sequence));
 }
 
 // The sequence takes part with the tokens from num_computed on. From here they count as computed: every later step runs
@@ -140,6 +150,7 @@ void Scheduler::schedule(const Scheduled& scheduled, uint32_t flags, StepRecord&
   sequence.num_computed = past;
   if ((flags & wire::kSeqFlagSamples) != 0) ++sequence.num_pending;
   if ((flags & wire::kSeqFlagChunk) != 0) counters_.prompt_tokens_computed += scheduled.tokens.value;
+  if (first < sequence.prompt_tokens) session_->blocks.publish(sequence, session_->sent);
 }
 
 }  // namespace twinplane::core

@@ -140,6 +140,10 @@ void EngineCore::cancel(RequestId id) {
   commands_.free_spent();
 }
 
+void EngineCore::reset_prefix_cache() {
+  on_core([this] { scheduler_.reset_prefix_cache(); });
+}
+
 // --- the core's thread -----------------------------------------------------------------------------------------------
 
 void EngineCore::run() {

@@ -84,6 +84,9 @@ class EngineCore {
   std::optional<Refusal> submit(RequestId id, std::span<const int32_t> prompt, RequestParams params);
   void cancel(RequestId id);
 
+  // Nothing cached so far is found any more. Waits for the core's thread.
+  void reset_prefix_cache();
+
   // --- events; one thread at a time --------------------------------------------------------------------------------
 
   // Readable when poll() has something.

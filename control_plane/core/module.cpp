@@ -32,6 +32,16 @@ std::span<const int32_t> checked(const Prompt& prompt) {
   return tokens;
 }
 
+// A digest of 32 bytes, or nothing.
+Namespace to_namespace(const nb::bytes& digest) {
+  Namespace key{};
+  if (digest.size() != 0 && digest.size() != sizeof(key)) {
+    throw std::invalid_argument("cache_key has " + std::to_string(digest.size()) + " bytes, it must have 0 or 32");
+  }
+  std::memcpy(key.data(), digest.data(), digest.size());
+  return key;
+}
+
 wire::Capacities to_capacities(const std::vector<uint32_t>& values) {
   wire::Capacities capacities;
   if (values.size() * sizeof(uint32_t) != sizeof(capacities)) {
@@ -66,6 +76,7 @@ class LocalScheduler {
     }));
   }
   bool cancel(uint64_t id) { return scheduler_.cancel({id}); }
+  void reset_prefix_cache() { scheduler_.reset_prefix_cache(); }
 
   nb::object tick(uint64_t now_ns) {
     if (!scheduler_.tick(slot_.data(), {now_ns})) return nb::none();
@@ -131,7 +142,8 @@ void bind_params(nb::module_& m) {
              std::vector<int32_t> stop_token_ids, uint32_t min_tokens, float temperature, float top_p, uint32_t top_k,
              float min_p, float repetition_penalty, float presence_penalty, float frequency_penalty, uint64_t seed,
              uint32_t stream, bool logprobs, std::vector<std::pair<int32_t, float>> logit_bias,
-             std::vector<int32_t> allowed_token_ids, int32_t priority, uint64_t deadline_ns) {
+             std::vector<int32_t> allowed_token_ids, int32_t priority, uint64_t deadline_ns, bool cache,
+             const nb::bytes& cache_key) {
             if (max_tokens == 0) throw std::invalid_argument("max_tokens is 0, it must be at least 1");
             new (self) RequestParams{.max_tokens = {max_tokens},
                                      .min_tokens = {min_tokens},
@@ -150,14 +162,16 @@ void bind_params(nb::module_& m) {
                                                   .allowed_token_ids = std::move(allowed_token_ids)},
                                      .logprobs = logprobs,
                                      .priority = priority,
-                                     .deadline = {deadline_ns}};
+                                     .deadline = {deadline_ns},
+                                     .uses_cache = cache,
+                                     .cache_key = to_namespace(cache_key)};
           },
           nb::kw_only(), "max_tokens"_a, "eos_token_ids"_a = std::vector<int32_t>{},
           "stop_token_ids"_a = std::vector<int32_t>{}, "min_tokens"_a = 0, "temperature"_a = 0.0f, "top_p"_a = 1.0f,
           "top_k"_a = 0, "min_p"_a = 0.0f, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f,
           "frequency_penalty"_a = 0.0f, "seed"_a = 0, "stream"_a = 0, "logprobs"_a = false,
           "logit_bias"_a = std::vector<std::pair<int32_t, float>>{}, "allowed_token_ids"_a = std::vector<int32_t>{},
-          "priority"_a = 0, "deadline_ns"_a = 0);
+          "priority"_a = 0, "deadline_ns"_a = 0, "cache"_a = true, "cache_key"_a = nb::bytes("", 0));
 }
 
 void bind_config(nb::module_& m) {
@@ -202,6 +216,7 @@ void bind_scheduler(nb::module_& m) {
       .def("detach", &LocalScheduler::detach, nb::kw_only(), "step_failed"_a = false)
       .def("submit", &LocalScheduler::submit, "request_id"_a, "prompt"_a, "params"_a, "now_ns"_a)
       .def("cancel", &LocalScheduler::cancel, "request_id"_a)
+      .def("reset_prefix_cache", &LocalScheduler::reset_prefix_cache)
       .def("tick", &LocalScheduler::tick, "now_ns"_a)
       .def("retire", &LocalScheduler::retire, "result"_a, "now_ns"_a)
       .def("poll", &LocalScheduler::poll)
@@ -224,6 +239,7 @@ void bind_engine(nb::module_& m) {
              const Pool& pool) { self.attach(segment_fd, to_capacities(capacities), epoch, pool); },
           "segment_fd"_a, "capacities"_a, "epoch"_a, "pool"_a, Released())
       .def("activate", &EngineCore::activate, Released())
+      .def("reset_prefix_cache", &EngineCore::reset_prefix_cache, Released())
       .def(
           "detach", [](EngineCore& self, bool step_failed) { self.detach(session_end(step_failed)); }, nb::kw_only(),
           "step_failed"_a = false, Released())

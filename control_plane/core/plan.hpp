@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "control_plane/core/budget.hpp"
 #include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/state.hpp"
 
@@ -21,7 +23,6 @@ struct StepPlan {
     yielding.reserve(max_rows);
     decodes.reserve(max_rows);
     chunks.reserve(max_rows);
-    admissions.reserve(max_rows);
   }
 
   void clear() {
@@ -29,39 +30,53 @@ struct StepPlan {
     yields.clear();
     decodes.clear();
     chunks.clear();
-    admissions.clear();
-    load = {};
-    chunk_allowance = {0};
   }
 
-  bool has_work() const { return !decodes.empty() || !chunks.empty() || !admissions.empty(); }
-
-  std::vector<Sequence*> yielding;    // to be preempted
-  BitSet yields;                      // the same, by place in the running line
-  std::vector<Scheduled> decodes;     // one token each; a new block if the last one is full
-  std::vector<Scheduled> chunks;      // of sequences that are resident
-  std::vector<Scheduled> admissions;  // become resident, with their first chunk
-  StepLoad load;                      // what all of it adds up to
-  TokenCount chunk_allowance;         // prompt tokens the step had room for
+  std::vector<Sequence*> yielding;  // to be preempted
+  BitSet yields;                    // the same, by place in the running line
+  std::vector<Scheduled> decodes;   // one token each; a new block if the last one is full
+  std::vector<Scheduled> chunks;    // of sequences that are resident
 };
 
-class Residency;
-class Budget;
+// Who becomes resident next, with what the cache has of it, and its first chunk.
+struct Admission {
+  Sequence* sequence;
+  Match match;
+  TokenCount tokens;
+};
 
-// Deterministic: the same state gives the same plan. Holds the plan's memory, nothing else.
+// Deterministic: the same state gives the same plan. A pass begins with plan(), which is carried out before the first
+// admission is asked for; and each admission before the next, because it changes what is free and what the prefix tree
+// knows: the second of two equal prompts finds the first one's blocks.
 class Planner {
  public:
-  explicit Planner(uint32_t max_rows) : plan_(max_rows) { behind_.reserve(max_rows); }
+  explicit Planner(uint32_t max_rows) : plan_(max_rows) {
+    behind_.reserve(max_rows);
+    hopeless_.reserve(max_rows);
+  }
 
-  // Valid until the next call.
+  // What those on the device do. Valid until the next call.
   const StepPlan& plan(const State& state);
 
+  // The next waiting sequence to come in; nullopt if none does in this step.
+  std::optional<Admission> next_admission(const State& state);
+
+  // Of those asked about so far: to be ended when the pass is over.
+  const std::vector<Hopeless>& hopeless() const { return hopeless_; }
+  const StepLoad& load() const { return budget_->load(); }         // what was dealt adds up to
+  TokenCount chunk_allowance() const { return chunk_allowance_; }  // prompt tokens the step had room for
+
  private:
-  void deal_to_decodes(const State& state, Residency& residency, Budget& budget);
-  void deal_to_chunks(const State& state, Budget& budget);
-  void admit(const State& state, Residency& residency, Budget& budget);
+  void deal_to_decodes(const State& state, class Residency& residency);
+  void deal_to_chunks(const State& state);
+  bool is_hopeless(const State& state, Sequence& sequence, TokenCount computed);
 
   StepPlan plan_;
+  std::optional<Budget> budget_;  // what the step can still carry
+  TokenCount chunk_allowance_;
+  std::vector<Hopeless> hopeless_;
+  bool is_short_ = false;   // somebody resident is short of memory: nobody else comes in
+  size_t passed_over_ = 0;  // the first so many of those waiting wait for somebody else's prompt
   // Scratch: the running sequences with more than one token to go, found while dealing to the decodes.
   std::vector<size_t> behind_;
 };

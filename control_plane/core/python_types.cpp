@@ -77,12 +77,13 @@ void add_named_tuples(nb::module_& module) {
                            "request_id tokens logprobs ranks finish match cached_tokens preemptions queued_ns "
                            "prefill_ns decode_ns");
   refusal_type = named_tuple(module, "Refusal", "reason limit asked message unit");
-  stats_type = named_tuple(module, "Stats",
-                           "running waiting waiting_tokens blocks_total blocks_free blocks_cached blocks_referenced "
-                           "blocks_fenced steps_sent steps_retired tokens_emitted prompt_tokens_computed preemptions "
-                           "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
-                           "last_step_ns step_us predicted_us step_margin chunk_allowance steps_with_decodes "
-                           "steps_over_target dequeued dequeued_tokens");
+  stats_type = named_tuple(
+      module, "Stats",
+      "running waiting waiting_tokens blocks_total blocks_free blocks_cached blocks_referenced "
+      "blocks_fenced steps_sent steps_retired tokens_emitted prompt_tokens_computed cached_tokens preemptions "
+      "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
+      "last_step_ns step_us predicted_us step_margin chunk_allowance steps_with_decodes "
+      "steps_over_target dequeued dequeued_tokens");
 }
 
 nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
@@ -110,14 +111,12 @@ nb::object to_refusal(const std::optional<Refusal>& refusal) {
 
 nb::object to_stats(const Stats& s, uint64_t refused) {
   const Counters& c = s.counters;
-  // Without a prefix tree no block is cached: all are free, referenced or fenced.
-  const uint64_t cached = s.blocks_total - s.blocks_free - s.blocks_referenced - s.blocks_fenced;
-  return nb::handle(stats_type)(s.running, s.waiting, s.waiting_tokens, s.blocks_total, s.blocks_free, cached,
-                                s.blocks_referenced, s.blocks_fenced, c.steps_sent, c.steps_retired, c.tokens_emitted,
-                                c.prompt_tokens_computed, c.preemptions, to_list(std::span<const uint64_t>(c.finished)),
-                                refused, c.ticks, s.tick_ns_total, s.tick_ns_max, c.host_gap_ns, s.missed_wakes,
-                                c.last_step_ns, c.step_us, c.predicted_us, c.step_margin, c.chunk_allowance,
-                                c.steps_with_decodes, c.steps_over_target, s.dequeued, s.dequeued_tokens);
+  return nb::handle(stats_type)(
+      s.running, s.waiting, s.waiting_tokens, s.blocks_total, s.blocks_free, s.blocks_cached, s.blocks_referenced,
+      s.blocks_fenced, c.steps_sent, c.steps_retired, c.tokens_emitted, c.prompt_tokens_computed, c.cached_tokens,
+      c.preemptions, to_list(std::span<const uint64_t>(c.finished)), refused, c.ticks, s.tick_ns_total, s.tick_ns_max,
+      c.host_gap_ns, s.missed_wakes, c.last_step_ns, c.step_us, c.predicted_us, c.step_margin, c.chunk_allowance,
+      c.steps_with_decodes, c.steps_over_target, s.dequeued, s.dequeued_tokens);
 }
 
 nb::dict to_dict(const std::optional<PeerView>& peer) {
@@ -137,14 +136,19 @@ nb::dict snapshot(const Scheduler& scheduler) {
     dict["sent"] = session->sent.value;
     dict["retired"] = session->retired.value;
     nb::list references;
-    for (uint32_t b = 0; b < session->blocks.total().value; ++b) references.append(session->blocks.references({b}));
+    for (uint32_t b = 0; b < session->blocks.total().value; ++b)
+      references.append(session->blocks.pool().references({b}));
     dict["block_references"] = references;
     nb::list free;
-    for (const BlockId block : session->blocks.free_blocks()) free.append(block.value);
+    for (const BlockId block : session->blocks.pool().free_blocks()) free.append(block.value);
     dict["free_blocks"] = free;
     nb::list fenced;
-    session->blocks.fenced_blocks().for_each([&](BlockId block) { fenced.append(block.value); });
+    session->blocks.pool().fenced_blocks().for_each([&](BlockId block) { fenced.append(block.value); });
     dict["fenced_blocks"] = fenced;
+    nb::list tree;
+    session->blocks.tree().check([&](BlockId block) { tree.append(block.value); });
+    dict["tree_blocks"] = tree;
+    dict["cached_blocks"] = session->blocks.cached().value;
     nb::list owners;
     for (uint32_t r = 0; r < session->rows.size(); ++r) {
       const Sequence* const owner = session->rows.owner({r});

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "control_plane/core/prefix_tree.hpp"
 #include "control_plane/core/types.hpp"
 
 namespace twinplane::core {
@@ -52,8 +53,10 @@ struct RequestParams {
   std::vector<int32_t> stop_token_ids;
   Sampling sampling;
   bool logprobs = false;
-  int32_t priority = 0;  // higher is served first
-  Nanos deadline;        // 0 = none
+  int32_t priority = 0;    // higher is served first
+  Nanos deadline;          // 0 = none
+  bool uses_cache = true;  // finds blocks of others in the prefix tree, and leaves its own there
+  Namespace cache_key{};   // and only those with this key
 };
 
 // Words the extras of a row take that is opened after `emitted` tokens of output.
@@ -144,6 +147,8 @@ struct alignas(64) Sequence {
   uint32_t deadline_slot = 0;  // index in the deadline heap
   TokenCount queued_tokens;    // what it counts for in the bound of the waiting queue
   BlockCount block_capacity;   // length of `blocks`: blocks_for(kv_limit)
+  NodeId node = kRootNode;     // where its path through the prefix tree ends
+  BlockCount tree_blocks;      // the first so many of its blocks are that path
   bool was_resident = false;   // has been admitted before
   RequestParams params;
   Nanos submitted;

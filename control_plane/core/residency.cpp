@@ -15,9 +15,7 @@ Residency::Residency(const State& state, StepPlan& plan)
     : state_(state),
       plan_(plan),
       free_(state.session.blocks.free()),
-      soon_free_(state.session.blocks.fenced()),
-      free_rows_(state.session.rows.num_free()),
-      num_resident_(state.running.size()),
+      soon_free_(state.session.blocks.soon_free()),
       unasked_(state.running.size()) {}
 
 bool Residency::grow(size_t index) {
@@ -57,21 +55,20 @@ void Residency::yield(size_t index) {
   plan_.yielding.push_back(&victim);
   plan_.yields.set(index);
   // With a step in flight its blocks are fenced first.
-  (state_.session.in_flight() == StepSeq{0} ? free_ : soon_free_) += victim.num_blocks;
+  const BlockCount gained = state_.session.blocks.reclaimable(victim);
+  (state_.session.in_flight() == StepSeq{0} ? free_ : soon_free_) += gained;
 }
 
-bool Residency::admit(const Sequence& sequence) {
-  const BlockCount needed = blocks_for(sequence.admission_tokens(), state_.session.pool.block_size);
-  if (free_rows_ == 0 || free_ < needed + growth_reserve()) return false;
-  free_ -= needed;
-  --free_rows_;
-  ++num_resident_;
-  return true;
-}
-
-// 0 for the first one in, so whoever fits alone is admitted alone.
-BlockCount Residency::growth_reserve() const {
-  return {static_cast<uint32_t>((num_resident_ + kResidentsPerReservedBlock - 1) / kResidentsPerReservedBlock)};
+bool has_room(const State& state, BlockCount blocks, Match& match) {
+  if (state.session.rows.num_free() == 0) return false;
+  const BlockManager& manager = state.session.blocks;
+  // 0 for the first one in, so whoever fits alone is admitted alone.
+  const size_t reserve = (state.running.size() + kResidentsPerReservedBlock - 1) / kResidentsPerReservedBlock;
+  const auto needed = [&] {
+    return blocks - match.blocks + manager.cached_on(match) + BlockCount{static_cast<uint32_t>(reserve)};
+  };
+  if (match.partial != TokenCount{0} && manager.free() < needed()) match.partial = {0};
+  return manager.free() >= needed();
 }
 
 }  // namespace twinplane::core

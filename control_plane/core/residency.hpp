@@ -18,27 +18,24 @@ class Residency {
   // not in this step, because it waits for blocks that come free or because it yields itself. Asked in serving order.
   bool grow(size_t index);
 
-  // Sets a row and blocks aside for a waiting sequence: true if there are enough. Asked in serving order, after all
-  // growth.
-  bool admit(const Sequence& sequence);
-
   // A resident sequence is short of memory: nobody else comes in.
   bool is_short() const { return is_short_; }
 
  private:
   bool yield_one_behind(size_t index);
   void yield(size_t index);
-  BlockCount growth_reserve() const;
 
   const State& state_;
   StepPlan& plan_;
   BlockCount free_;       // usable in this step
   BlockCount soon_free_;  // fenced: usable when the steps in flight have retired
   BlockCount claimed_;    // of these, how many somebody waits for
-  uint32_t free_rows_;
-  size_t num_resident_;
-  size_t unasked_;  // running sequences from here on have been looked at as victims
+  size_t unasked_;        // running sequences from here on have been looked at as victims
   bool is_short_ = false;
 };
+
+// There are a row and `blocks` blocks, of which the match brings some, for one more sequence. A partial match that
+// would take what is needed elsewhere is given up.
+bool has_room(const State& state, BlockCount blocks, Match& match);
 
 }  // namespace twinplane::core

@@ -46,7 +46,8 @@ void Scheduler::detach(SessionEnd how) {
   while (!running.empty()) {
     Sequence& sequence = running[running.size() - 1];
     running.erase(sequence);
-    sequence.num_blocks = {0};
+    sequence.num_blocks = sequence.tree_blocks = {0};
+    sequence.node = kRootNode;
     put_back(sequence);
   }
   // Tokens in flight were never seen by anyone: they are sampled again, to the same values (INV-10).
@@ -111,7 +112,7 @@ void Scheduler::expire(Nanos now) {
 void Scheduler::end(Sequence& sequence, FinishReason reason) {
   if (sequence.state == SequenceState::kRunning) {
     population_.running.erase(sequence);
-    leave_device(sequence);
+    leave_device(sequence, reason != FinishReason::kNotFinite);
   } else {
     population_.waiting.erase(sequence);
     gate_.leave_queue(sequence);
@@ -125,10 +126,9 @@ void Scheduler::end(Sequence& sequence, FinishReason reason) {
 }
 
 // Gives up row and blocks, behind the fence of the steps in flight (INV-3).
-void Scheduler::leave_device(Sequence& sequence) {
+void Scheduler::leave_device(Sequence& sequence, bool keep_blocks) {
   const StepSeq fence = session_->sent;
-  for (uint32_t i = sequence.num_blocks.value; i != 0; --i) session_->blocks.release(sequence.blocks[i - 1], fence);
-  sequence.num_blocks = {0};
+  session_->blocks.release(sequence, fence, keep_blocks);
   session_->rows.vacate(sequence, fence);
   session_->rows.retire(session_->retired);  // with nothing in flight the row is free at once, as the blocks are
 }
@@ -151,11 +151,26 @@ bool Scheduler::tick(std::byte* slot, Nanos now) {
   ++counters_.ticks;
   expire(now);
   if (!can_send()) return false;
-  const StepPlan& plan = planner_.plan({config_, *session_, population_.waiting, population_.running});
-  for (Sequence* const victim : plan.yielding) preempt(*victim);
+  const State state{config_, *session_, population_.waiting, population_.running, now};
+  StepWriter step(slot, session_->capacities);
+  StepRecord& record = session_->record(session_->sent);
+  record.rows.clear();
+  bool has_yielded;
+  do {
+    const StepPlan& plan = planner_.plan(state);
+    has_yielded = !plan.yielding.empty();
+    carry_out(plan, record, step);
+    // The plan counts of those who yield only what is surely theirs alone. If that was too little for anyone to go on,
+    // there is more now.
+  } while (has_yielded && step.is_empty() && session_->in_flight() == StepSeq{0});
+  while (const auto admission = planner_.next_admission(state)) admit(*admission, record, step, now);
+  for (const Hopeless& late : planner_.hopeless()) {
+    late.sequence->estimate = late.estimate;
+    end(*late.sequence, FinishReason::kUnreachable);
+  }
   // Rows to close ride on the next step that has work. If none is in sight, they get one of their own.
-  if (!plan.has_work() && (session_->in_flight() != StepSeq{0} || session_->rows.closing().empty())) return false;
-  commit(plan, slot, now);
+  if (step.is_empty() && (session_->in_flight() != StepSeq{0} || session_->rows.closing().empty())) return false;
+  send(step, now);
   return true;
 }
 

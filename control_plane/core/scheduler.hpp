@@ -33,6 +33,7 @@ struct Counters {
   uint64_t steps_retired = 0;
   uint64_t tokens_emitted = 0;
   uint64_t prompt_tokens_computed = 0;  // of chunks: prefill and recomputation
+  uint64_t cached_tokens = 0;           // found in the prefix cache instead
   uint64_t preemptions = 0;
   std::array<uint64_t, kNumFinishReasons> finished{};
   uint64_t ticks = 0;
@@ -72,6 +73,11 @@ class Scheduler {
   // True if there was such a request.
   bool cancel(RequestId id);
 
+  // Nothing cached so far is found any more.
+  void reset_prefix_cache() {
+    if (session_) session_->blocks.reset_cache();
+  }
+
   // Every request ends as kStopped.
   void stop();
 
@@ -103,8 +109,9 @@ class Scheduler {
  private:
   // commit.cpp: the second half of a pass, the only code that acts on a plan.
   void preempt(Sequence& victim);
-  void commit(const StepPlan& plan, std::byte* slot, Nanos now);
-  void admit(Sequence& sequence, StepWriter& step, Nanos now);
+  void carry_out(const StepPlan& plan, StepRecord& record, StepWriter& step);
+  void admit(const Admission& admission, StepRecord& record, StepWriter& step, Nanos now);
+  void send(StepWriter& step, Nanos now);
   void add_block(Sequence& sequence, StepWriter& step);
   void schedule(const Scheduled& scheduled, uint32_t flags, StepRecord& record, StepWriter& step);
 
@@ -116,7 +123,7 @@ class Scheduler {
 
   // scheduler.cpp
   void end(Sequence& sequence, FinishReason reason);
-  void leave_device(Sequence& sequence);
+  void leave_device(Sequence& sequence, bool keep_blocks);
   void put_back(Sequence& sequence);
   void quarantine();
   bool fits(const Sequence& sequence) const;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "control_plane/core/bit_set.hpp"
-#include "control_plane/core/block_pool.hpp"
+#include "control_plane/core/block_manager.hpp"
 #include "control_plane/core/config.hpp"
 #include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/deadlines.hpp"
@@ -31,7 +31,7 @@ struct Session {
   Session(const Config& config, const Pool& p, const wire::Capacities& c)
       : pool(p),
         capacities(c),
-        blocks(p.num_blocks),
+        blocks(p.num_blocks, p.block_size, size_t{config.max_rows} * 2 * (config.depth + 2)),
         rows(config.max_rows),
         records(config.depth, StepRecord(config.max_rows)) {}
 
@@ -40,7 +40,7 @@ struct Session {
 
   Pool pool;
   wire::Capacities capacities;
-  BlockPool blocks;
+  BlockManager blocks;
   Rows rows;
   StepSeq sent;                     // steps written; the next one's number
   StepSeq retired;                  // steps whose last result came

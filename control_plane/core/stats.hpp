@@ -19,7 +19,8 @@ struct Stats {
   uint64_t dequeued = 0;
   uint64_t dequeued_tokens = 0;
   uint64_t blocks_total = 0;
-  uint64_t blocks_free = 0;
+  uint64_t blocks_free = 0;    // with nothing in them
+  uint64_t blocks_cached = 0;  // free, but in the prefix cache
   uint64_t blocks_referenced = 0;
   uint64_t blocks_fenced = 0;
   Counters counters;
@@ -42,9 +43,10 @@ inline Stats stats_of(const Scheduler& scheduler) {
   stats.running = scheduler.population().running.size();
   if (const auto& session = scheduler.session()) {
     stats.blocks_total = session->blocks.total().value;
-    stats.blocks_free = session->blocks.free().value;
+    stats.blocks_cached = session->blocks.cached().value;
+    stats.blocks_free = session->blocks.free().value - stats.blocks_cached;
     stats.blocks_referenced = session->blocks.referenced().value;
-    stats.blocks_fenced = session->blocks.fenced().value;
+    stats.blocks_fenced = session->blocks.soon_free().value;
   }
   stats.counters = scheduler.counters();
   return stats;

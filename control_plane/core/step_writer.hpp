@@ -44,6 +44,11 @@ class StepWriter {
     region<wire::TableWrite>(layout_.table_writes)[counts_.num_table_writes++] = {row.value, index.value, block.value};
   }
 
+  void copy(BlockId source, BlockId target) {
+    assert(counts_.num_copies < capacities_.max_copies);
+    region<wire::BlockCopy>(layout_.copies)[counts_.num_copies++] = {source.value, target.value};
+  }
+
   // The next scheduled sequence; decodes come before chunks. `known` are the tokens from `position` on that the core
   // knows; if they are fewer than `num_tokens`, the last one is relayed: the token this row sampled last.
   void schedule(RowId row, TokenCount position, std::span<const int32_t> known, TokenCount num_tokens, uint32_t flags) {
@@ -64,6 +69,8 @@ class StepWriter {
     if (known.size() != num_tokens.value) tokens[known.size()] = wire::kNoToken;
     counts_.num_tokens += num_tokens.value;
   }
+
+  bool is_empty() const { return counts_.num_seqs == 0 && counts_.num_closes == 0 && counts_.num_copies == 0; }
 
   // The slot is complete: its header.
   void finish(StepSeq step, Nanos now) {

@@ -67,7 +67,12 @@ def test_the_ring_is_really_measured(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("tick", ["--running", "8", "--ticks", "50"]), ("admit", ["--requests", "4", "--rounds", "5"])]
+    ("name", "parameters"),
+    [
+        ("tick", ["--running", "8", "--ticks", "50"]),
+        ("admit", ["--requests", "4", "--rounds", "5"]),
+        ("prefix", ["--tokens", "64", "--rounds", "5"]),
+    ],
 )
 def test_the_scheduler_is_really_measured(capsys, name, parameters):
     assert main(["bench", name, *parameters, "--json"]) == 0

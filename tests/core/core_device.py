@@ -18,6 +18,7 @@ from twinplane.shared import wire
 
 VOCAB = 50
 EOS = 0
+COPIES = -1  # stands for the copies of a step where rows are named
 NAN_TOKEN = VOCAB  # a prompt that holds it makes the logits of its row NaN
 
 
@@ -38,6 +39,8 @@ class Request:
     bias: tuple[tuple[int, float], ...] = ()
     priority: int = 0
     deadline_ns: int = 0
+    cache: bool = True
+    cache_key: bytes = b""
 
     def params(self) -> _core.RequestParams:
         return _core.RequestParams(
@@ -54,6 +57,8 @@ class Request:
             logit_bias=list(self.bias),
             priority=self.priority,
             deadline_ns=self.deadline_ns,
+            cache=self.cache,
+            cache_key=self.cache_key,
         )
 
 
@@ -104,6 +109,7 @@ class Step:
     closes: NDArray[np.uint32]
     opens: NDArray[np.void]
     table_writes: NDArray[np.void]
+    copies: NDArray[np.void]
     extras: list[tuple[int, int, list[int]]]  # (row, kind, words)
 
     @property
@@ -124,7 +130,6 @@ def decode_step(slot: bytes | NDArray[np.uint8], capacities: wire.Capacities) ->
         row, kind, n = words[:3]
         extras.append((row, kind, words[3 : 3 + n]))
         words = words[3 + n :]
-    assert header["num_copies"] == 0
     return Step(
         int(header["step"]),
         int(header["num_decodes"]),
@@ -133,6 +138,7 @@ def decode_step(slot: bytes | NDArray[np.uint8], capacities: wire.Capacities) ->
         region("<u4", layout.closes, "num_closes"),
         region(wire.ROW_OPEN, layout.opens, "num_opens"),
         region(wire.TABLE_WRITE, layout.table_writes, "num_table_writes"),
+        region(wire.BLOCK_COPY, layout.copies, "num_copies"),
         extras,
     )
 
@@ -172,13 +178,12 @@ class FakeDevice:
         self.kv = np.full((num_blocks, block_size, 2), -1, np.int64)  # (position, token)
         self.now_ns = 0  # the clock of whoever drives it
         self.rows: dict[int, Row] = {}
-        self.in_flight: list[tuple[Step, set[int]]] = []  # with the blocks the step may touch
+        self.in_flight: list[tuple[Step, dict[int, set[int]]]] = []  # with the blocks each row may touch; copies are nobody's row
         self.sent_tables: dict[int, dict[int, int]] = {}  # block tables as they will be after all sent steps
 
     def send(self, slot: bytes | NDArray[np.uint8]) -> Step:
         """Takes a step, and checks INV-3: nothing it hands out may be named by a step that has not retired."""
         step = decode_step(slot, self.capacities)
-        busy_blocks = {block for _, blocks in self.in_flight for block in blocks}
         busy_rows = {row for earlier, _ in self.in_flight for row in earlier.rows}
         for row in step.closes.tolist():
             del self.sent_tables[row]
@@ -188,13 +193,27 @@ class FakeDevice:
             assert row not in busy_rows, f"row {row} opened while a step in flight names it"
             self.sent_tables[row] = {}
         for row, index, block in step.table_writes.tolist():
-            assert block not in busy_blocks, f"block {block} reused while a step in flight names it"
             assert index not in self.sent_tables[row]
             self.sent_tables[row][index] = block
-        held = [block for table in self.sent_tables.values() for block in table.values()]
-        assert len(held) == len(set(held)), "a block has two owners"
-        self.in_flight.append((step, {block for row in step.rows for block in self.sent_tables[row].values()}))
+        named = {row: set(self.sent_tables[row].values()) for row in step.rows}
+        named[COPIES] = {source for source, _ in step.copies.tolist()}  # the target is in a row's table
+        self._check_writes(step)
+        self.in_flight.append((step, named))
         return step
+
+    def _check_writes(self, step: Step) -> None:
+        """What the step writes, no other row of it writes, and no step in flight names for anybody else."""
+        writers = [(COPIES, target) for _, target in step.copies.tolist()]
+        for seq in step.seqs:
+            row, first, count = int(seq["row"]), int(seq["position"]), int(seq["num_tokens"])
+            indices = range(first // self.block_size, (first + count - 1) // self.block_size + 1)
+            writers += [(row, self.sent_tables[row][index]) for index in indices]
+        for row, block in writers:
+            rows = {other for other, written in writers if written == block}
+            assert len(rows - {COPIES}) <= 1, f"block {block} is written by rows {rows}"
+            for _, named in self.in_flight:
+                users = {user for user, blocks in named.items() if block in blocks}
+                assert users <= rows - {COPIES}, f"block {block} of {rows} reused while a step in flight names it for {users}"
 
     def run_next(self) -> bytes:
         """Executes the oldest step in flight; the bytes of its result slot. It retires when the scheduler gets them."""
@@ -207,9 +226,14 @@ class FakeDevice:
             self.rows[row].attach(kind, words)
         for row, index, block in step.table_writes.tolist():
             self.rows[row].table[index] = block
-        return self.result(step.number, [entry for seq in step.seqs if (entry := self._run(seq, step.token_ids)) is not None])
+        for source, target in step.copies.tolist():
+            self.kv[target] = self.kv[source]
+        # All KV of a step is written before any is read, layer by layer.
+        for seq in step.seqs:
+            self._write(seq, step.token_ids)
+        return self.result(step.number, [entry for seq in step.seqs if (entry := self._read(seq)) is not None])
 
-    def _run(self, seq: np.void, token_ids: NDArray[np.int32]) -> tuple[int, int, float, int, int] | None:
+    def _write(self, seq: np.void, token_ids: NDArray[np.int32]) -> None:
         row = self.rows[int(seq["row"])]
         first, count, start = int(seq["position"]), int(seq["num_tokens"]), int(seq["token_start"])
         assert count > 0
@@ -218,9 +242,12 @@ class FakeDevice:
                 assert i == count - 1 and row.last_token is not None, "only the last token can be relayed"
                 token = row.last_token
             self._slot(row, first + i)[:] = (first + i, token)
+
+    def _read(self, seq: np.void) -> tuple[int, int, float, int, int] | None:
+        row = self.rows[int(seq["row"])]
         if not seq["flags"] & wire.SeqFlag.SAMPLES:
             return None
-        past = first + count
+        past = int(seq["position"]) + int(seq["num_tokens"])
         content = np.array([self._slot(row, p) for p in range(past)])
         assert (content[:, 0] == np.arange(past)).all(), "the block table leads to somebody else's KV"
         return self._sample(int(seq["row"]), row, content[:, 1].tolist())

@@ -169,7 +169,7 @@ class Rig:
             # Left out: then it needs a block, there is none, and either some are on their way or everyone behind it is protected.
             assert known > len(s["blocks"]) * self.device.block_size
             behind = [other for other in after["running"] if (-other["priority"], other["arrival"]) > (-s["priority"], s["arrival"])]
-            assert after["fenced_blocks"] or s["is_protected"] or (behind and all(other["is_protected"] for other in behind))
+            assert self.stats().blocks_fenced or s["is_protected"] or (behind and all(other["is_protected"] for other in behind))
 
     def check_preemptions(self, before: dict[str, Any]) -> None:
         """INV-7: the first in line never yields, nor who resumed and has not emitted; and only the youngest of the others do."""
@@ -196,12 +196,12 @@ class Rig:
             free = set(snapshot["free_blocks"])
             for block in set().union(*due):
                 # Free, or already somebody else's.
-                assert block in free or references[block] or block in snapshot["fenced_blocks"]
+                assert block in free or references[block] or block in snapshot["fenced_blocks"] or block in snapshot["tree_blocks"]
                 if block in snapshot["fenced_blocks"]:
                     assert len(self.device.in_flight) > 0
 
     def check_at_rest(self) -> None:
         stats = self.stats()
         assert (stats.running, stats.waiting, stats.waiting_tokens) == (0, 0, 0)
-        assert stats.blocks_free == stats.blocks_total
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
         assert self.device.rows == {}, "rows left open"

@@ -41,7 +41,7 @@ def core(config: _core.CoreConfig) -> Iterator[_core.EngineCore]:
 def settle(core: _core.EngineCore, plane: DataPlane) -> _core.Stats:
     """Once all requests have ended: the numbers after the last closes have retired."""
     deadline = time.monotonic() + ALIVE_S
-    while (stats := core.stats()).blocks_free != stats.blocks_total or plane.device.rows:
+    while (stats := core.stats()).blocks_free + stats.blocks_cached != stats.blocks_total or plane.device.rows:
         assert time.monotonic() < deadline, stats
         time.sleep(0.001)
     return stats

@@ -42,6 +42,13 @@ def test_random_histories_of_the_scheduler_under_address_and_undefined_behaviour
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("hash_bits", ["0", "3", "64"])
+def test_A12_the_prefix_tree_against_a_map_whatever_the_hash(hash_bits: str) -> None:
+    sanitized("address", "prefix_tree_fuzz", "1", "20", hash_bits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_the_engine_thread_under_fire_under_sanitizer(sanitizer: str) -> None:
     sanitized(sanitizer, "engine_stress", "5")

@@ -17,6 +17,10 @@ FINAL_BY_ITSELF = {_core.FINISH_EOS, _core.FINISH_STOP_TOKEN, _core.FINISH_LENGT
 def requests(draw: st.DrawFn) -> Request:
     length = draw(st.integers(1, MAX_MODEL_LEN))
     prompt = tuple(draw(st.lists(st.integers(1, VOCAB - 1), min_size=length, max_size=length)))
+    if draw(st.booleans()):  # begins like others
+        stem = draw(st.integers(1, 3))
+        prompt = tuple((stem * i * i) % (VOCAB - 1) + 1 for i in range(draw(st.integers(1, length)))) + prompt
+        prompt = prompt[:length]
     if draw(st.integers(0, 30)) == 0:
         prompt = (*prompt[:-1], NAN_TOKEN)
     return Request(
@@ -31,6 +35,8 @@ def requests(draw: st.DrawFn) -> Request:
         logprobs=draw(st.booleans()),
         allowed=draw(st.sampled_from([(), tuple(range(8, 20))])),
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
+        cache=draw(st.sampled_from([True, True, True, False])),
+        cache_key=draw(st.sampled_from([b"", b"", b"k" * 32])),
     )
 
 
@@ -94,6 +100,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def poll(self) -> None:
         self.rig.poll()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.rig.scheduler.reset_prefix_cache()
+        self.rig.check()
+        assert self.rig.stats().blocks_cached == 0
 
     @rule(steps=st.integers(1, 12))
     def let_time_pass(self, steps: int) -> None:

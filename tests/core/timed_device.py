@@ -65,10 +65,13 @@ class TimedRig:
         self._in_flight: list[Step] = []
 
     def submit(self, prompt_tokens: int, max_tokens: int, **params: Any) -> int:
-        """A request; its id. Raises AssertionError if it is refused."""
+        """A request whose prompt is like no other; its id. Raises AssertionError if it is refused."""
         request_id = len(self.streams)
         refusal = self.scheduler.submit(
-            request_id, np.ones(prompt_tokens, np.int32), _core.RequestParams(max_tokens=max_tokens, **params), self.now
+            request_id,
+            np.arange(prompt_tokens, dtype=np.int32) + 100_000 * request_id,
+            _core.RequestParams(max_tokens=max_tokens, **params),
+            self.now,
         )
         assert refusal is None, refusal
         self.streams[request_id] = Stream(self.now)

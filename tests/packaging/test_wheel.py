@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: dict[str, str] = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
-PROGRAMS = {f"twinplane/control_plane/{name}_bench" for name in ("tick", "admit")}
+PROGRAMS = {f"twinplane/control_plane/{name}_bench" for name in ("tick", "admit", "prefix")}
 NATIVE = {"twinplane/shared/_shm", "twinplane/control_plane/_core", "twinplane/control_plane/_simulator", "twinplane/kernels/_cpu"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # compiles all native modules
 SHIPPED = {".py", ".pyi", ".typed", ".proto", ".json", ".csv"}

@@ -175,7 +175,8 @@ class Bench {
       params.eos_token_ids = {kEos, kEos + 1};
       params.logprobs = true;
       params.deadline = {shm::now_ns() + 3600 * shm::kNsPerSecond};
-      prompt_.assign(length, 7);
+      prompt_.resize(length);
+      for (int32_t& token : prompt_) token = static_cast<int32_t>(dice_() % kEos);
       const auto refusal = gate_.enter({next_id_++}, prompt_, std::move(params), {shm::now_ns()},
                                        [this](std::unique_ptr<Sequence> s) { newcomers_.push_back(std::move(s)); });
       if (refusal) std::fprintf(stderr, "%s\n", refusal->message.c_str()), std::abort();

@@ -1,0 +1,148 @@
+#include "control_plane/core/block_manager.hpp"
+
+#include <algorithm>
+#include <cassert>
+#include <random>
+
+namespace twinplane::core {
+namespace {
+
+// So that nobody outside can know which prompts share a slot of the tree's table.
+uint64_t random_seed() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+}  // namespace
+
+BlockManager::BlockManager(BlockCount total, TokenCount block_size, size_t max_cooling)
+    : pool_(total), tree_(pool_, block_size, random_seed()), block_size_(block_size), cooling_(max_cooling) {}
+
+Match BlockManager::find(const Sequence& sequence, StepSeq now) const {
+  if (!sequence.params.uses_cache) return {};
+  const TokenCount most = std::min(sequence.num_tokens, sequence.known() - TokenCount{1});
+  return tree_.match(sequence.params.cache_key, {sequence.tokens.get(), most.value}, now);
+}
+
+bool BlockManager::is_being_computed(const Sequence& sequence, const Match& match) const {
+  const Sequence* const filler = tree_.filler(match.node);
+  if (filler == nullptr || !sequence.params.uses_cache || match.blocks != filler->tree_blocks) return false;
+  const uint32_t from = match.blocks.value * block_size_.value;
+  const uint32_t to = from + block_size_.value;
+  if (to > filler->prompt_tokens.value || to >= sequence.known().value || to > sequence.num_tokens.value) return false;
+  return std::equal(filler->tokens.get() + from, filler->tokens.get() + to, sequence.tokens.get() + from);
+}
+
+BlockCount BlockManager::reclaimable(const Sequence& sequence) const {
+  BlockCount blocks = tree_.held_alone(sequence.node);
+  for (uint32_t i = sequence.tree_blocks.value; i < sequence.num_blocks.value; ++i) {
+    if (pool_.references(sequence.blocks[i]) == 1) ++blocks;
+  }
+  return blocks;
+}
+
+void BlockManager::attach(Sequence& sequence, const Match& match) {
+  assert(sequence.num_blocks == BlockCount{0});
+  const auto [node, blocks] = tree_.pin(match, sequence.blocks.get());
+  sequence.node = node;
+  sequence.tree_blocks = sequence.num_blocks = blocks;
+  sequence.num_computed = {blocks.value * block_size_.value};
+}
+
+BlockId BlockManager::grow(Sequence& sequence) {
+  assert(sequence.num_blocks < sequence.block_capacity);
+  if (pool_.free() == BlockCount{0}) tree_.evict();
+  const BlockId block = pool_.acquire();
+  sequence.blocks[sequence.num_blocks.value] = block;
+  ++sequence.num_blocks;
+  return block;
+}
+
+void BlockManager::copy_partial(Sequence& sequence, const Match& match, StepSeq now) {
+  tree_.pin_again(match.partial_node);
+  cool(match.partial_node, now + StepSeq{1});
+  sequence.num_computed += match.partial;
+}
+
+void BlockManager::publish(Sequence& sequence, StepSeq now) {
+  if (!sequence.params.uses_cache) return;
+  const BlockCount full{std::min(sequence.num_computed, sequence.prompt_tokens).value / block_size_.value};
+  if (full > sequence.tree_blocks) {
+    // A node that is only being found by others must say whom to wait for from now on.
+    stop_filling(sequence);
+    const BlockCount before = sequence.tree_blocks;
+    const auto [node, taken] = tree_.append(sequence.node, sequence.params.cache_key, sequence.tokens.get(),
+                                            sequence.blocks.get(), before, full, now);
+    for (uint32_t i = before.value; i < taken.value; ++i) pool_.hand_over(sequence.blocks[i]);
+    sequence.node = node;
+    sequence.tree_blocks = taken;
+  }
+  const bool goes_on = sequence.num_computed < sequence.prompt_tokens;
+  if (goes_on && sequence.tree_blocks == full) tree_.set_filler(sequence.node, &sequence);
+  if (!goes_on) stop_filling(sequence);
+}
+
+void BlockManager::stop_filling(Sequence& sequence) {
+  if (tree_.filler(sequence.node) == &sequence) tree_.set_filler(sequence.node, nullptr);
+}
+
+void BlockManager::release(Sequence& sequence, StepSeq fence, bool keep) {
+  stop_filling(sequence);
+  if (keep && sequence.params.uses_cache) keep_full_blocks(sequence, fence);
+  for (uint32_t i = sequence.num_blocks.value; i > sequence.tree_blocks.value; --i) {
+    pool_.release(sequence.blocks[i - 1], fence);
+  }
+  cool(sequence.node, fence);
+  sequence.node = kRootNode;
+  sequence.tree_blocks = sequence.num_blocks = {0};
+}
+
+// Blocks whose tokens all are known and computed go to the tree, as far as nobody else counts on them. Where the tree
+// has other blocks with the same tokens already, its own go back.
+void BlockManager::keep_full_blocks(Sequence& sequence, StepSeq fence) {
+  const BlockCount full{std::min(sequence.num_computed, sequence.num_tokens).value / block_size_.value};
+  BlockCount mine = sequence.tree_blocks;
+  while (mine < full && pool_.references(sequence.blocks[mine.value]) == 1) ++mine;
+  if (mine == sequence.tree_blocks || tree_.is_stale(sequence.node)) return;
+  const Namespace& key = sequence.params.cache_key;
+  Match match = tree_.match(key, {sequence.tokens.get(), mine.value * block_size_.value}, fence);
+  match.partial = {0};
+  if (match.blocks > sequence.tree_blocks) {
+    // Cached blocks are free ones, and somebody may be counting on them: whoever leaves takes none away.
+    if (tree_.cached_on(match) != BlockCount{0}) return;
+    for (uint32_t i = sequence.tree_blocks.value; i < match.blocks.value; ++i) pool_.release(sequence.blocks[i], fence);
+    const auto [node, blocks] = tree_.pin(match, sequence.blocks.get());
+    cool(sequence.node, fence);
+    sequence.node = node;
+    sequence.tree_blocks = blocks;
+    // If the run could not be split, blocks behind the pin were given back already and are not his any more.
+    if (blocks < match.blocks) {
+      for (uint32_t i = match.blocks.value; i < sequence.num_blocks.value; ++i)
+        pool_.release(sequence.blocks[i], fence);
+      sequence.num_blocks = blocks;
+      return;
+    }
+  }
+  const auto [node, taken] =
+      tree_.append(sequence.node, key, sequence.tokens.get(), sequence.blocks.get(), sequence.tree_blocks, mine, fence);
+  for (uint32_t i = sequence.tree_blocks.value; i < taken.value; ++i) pool_.hand_over(sequence.blocks[i]);
+  sequence.node = node;
+  sequence.tree_blocks = taken;
+}
+
+void BlockManager::cool(NodeId node, StepSeq fence) {
+  tree_.cool(node);
+  if (fence <= retired_) {
+    tree_.thaw(node);
+  } else {
+    cooling_.push(node, fence);
+  }
+}
+
+void BlockManager::retire(StepSeq retired) {
+  retired_ = retired;
+  pool_.retire(retired);
+  cooling_.open(retired, [this](NodeId node) { tree_.thaw(node); });
+}
+
+}  // namespace twinplane::core

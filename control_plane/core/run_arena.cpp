@@ -1,0 +1,71 @@
+#include "control_plane/core/run_arena.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+
+namespace twinplane::core {
+
+RunArena::RunArena(BlockCount blocks, TokenCount block_size) : block_size_(block_size.value) {
+  const uint32_t slots = std::bit_ceil(2 * std::max(blocks.value, 1u));
+  // Left as they come: pages are touched when a run first needs them.
+  tokens_ = std::make_unique_for_overwrite<int32_t[]>(uint64_t{slots} * block_size_);
+  blocks_ = std::make_unique_for_overwrite<BlockId[]>(slots);
+  heads_.assign(static_cast<size_t>(std::countr_zero(slots)) + 1, kNone);
+  links_.assign(slots, {kNone, kNone});
+  orders_.assign(slots, kNotFree);
+  push(0, static_cast<uint32_t>(heads_.size()) - 1);
+  num_free_ = slots;
+}
+
+void RunArena::push(uint32_t slot, uint32_t order) {
+  links_[slot] = {kNone, heads_[order]};
+  if (heads_[order] != kNone) links_[heads_[order]].previous = slot;
+  heads_[order] = slot;
+  orders_[slot] = static_cast<uint8_t>(order);
+}
+
+void RunArena::unlink(uint32_t slot, uint32_t order) {
+  const Link link = links_[slot];
+  (link.previous == kNone ? heads_[order] : links_[link.previous].next) = link.next;
+  if (link.next != kNone) links_[link.next].previous = link.previous;
+  orders_[slot] = kNotFree;
+}
+
+Extent RunArena::allocate(uint32_t blocks) {
+  assert(blocks != 0);
+  const uint32_t wanted = static_cast<uint32_t>(std::bit_width(blocks - 1));  // the order of bit_ceil(blocks)
+  uint32_t order = wanted;
+  while (order < heads_.size() && heads_[order] == kNone) ++order;
+  if (order >= heads_.size()) {  // the largest piece there is
+    order = std::min(wanted, static_cast<uint32_t>(heads_.size()));
+    do {
+      if (order-- == 0) return {};
+    } while (heads_[order] == kNone);
+  }
+  const uint32_t slot = heads_[order];
+  unlink(slot, order);
+  while (order > wanted) {
+    --order;
+    push(slot + (1u << order), order);
+  }
+  num_free_ -= 1u << order;
+  return {slot, 1u << order};
+}
+
+void RunArena::free(Extent extent) {
+  assert(std::has_single_bit(extent.capacity) && extent.slot % extent.capacity == 0);
+  num_free_ += extent.capacity;
+  uint32_t slot = extent.slot;
+  uint32_t order = static_cast<uint32_t>(std::countr_zero(extent.capacity));
+  while (order + 1 < heads_.size()) {
+    const uint32_t buddy = slot ^ (1u << order);
+    if (orders_[buddy] != order) break;
+    unlink(buddy, order);
+    slot &= ~(1u << order);
+    ++order;
+  }
+  push(slot, order);
+}
+
+}  // namespace twinplane::core

@@ -1,0 +1,59 @@
+// Memory for the runs of the prefix tree: token ids and block ids of consecutive blocks, each contiguous, so that a
+// long prompt is compared and handed over by two linear reads (a cache line per block would cost 20-75 us for 500
+// blocks).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "control_plane/core/types.hpp"
+
+namespace twinplane::core {
+
+// Room for `capacity` blocks from `slot` on. capacity is a power of two, or 0: no room.
+struct Extent {
+  uint32_t slot = 0;
+  uint32_t capacity = 0;
+};
+
+// A buddy allocator (Knowlton, CACM 1965) over two parallel arrays made once. A run of n blocks takes less than 2n
+// slots, so with twice as many slots as there are blocks one more block always finds a place.
+class RunArena {
+ public:
+  RunArena(BlockCount blocks, TokenCount block_size);
+
+  // Room for `blocks`, or for as many as the largest free piece holds if that is less.
+  Extent allocate(uint32_t blocks);
+  void free(Extent extent);
+
+  // The tokens and block ids of the extent that begins at `slot`.
+  int32_t* tokens(uint32_t slot) { return tokens_.get() + uint64_t{slot} * block_size_; }
+  const int32_t* tokens(uint32_t slot) const { return tokens_.get() + uint64_t{slot} * block_size_; }
+  BlockId* blocks(uint32_t slot) { return blocks_.get() + slot; }
+  const BlockId* blocks(uint32_t slot) const { return blocks_.get() + slot; }
+
+  uint32_t num_free() const { return num_free_; }
+  uint32_t size() const { return static_cast<uint32_t>(links_.size()); }
+
+ private:
+  static constexpr uint32_t kNone = ~uint32_t{0};
+  static constexpr uint8_t kNotFree = 0xff;
+
+  struct Link {
+    uint32_t previous, next;
+  };
+
+  void push(uint32_t slot, uint32_t order);
+  void unlink(uint32_t slot, uint32_t order);
+
+  uint32_t block_size_;
+  std::unique_ptr<int32_t[]> tokens_;
+  std::unique_ptr<BlockId[]> blocks_;
+  std::vector<uint32_t> heads_;  // of the free lists, by order
+  std::vector<Link> links_;      // by slot; of a free piece's first slot
+  std::vector<uint8_t> orders_;  // by slot; the order of the free piece that begins here, or kNotFree
+  uint32_t num_free_ = 0;
+};
+
+}  // namespace twinplane::core
