@@ -17,6 +17,7 @@ FINISH_NOT_FINITE: int = 6  # its logits were NaN or all -inf
 FINISH_QUARANTINED: int = 7  # was in two consecutive failed steps
 FINISH_STOPPED: int = 8  # the core was stopped
 FINISH_NEVER_FITS: int = 9  # accepted for an earlier session's pool, but the new data plane's pool can never hold it
+FINISH_UNREACHABLE: int = 10  # waited, and could not have had its first token before its deadline
 
 class Event(NamedTuple):
     """News about one request. Several tokens arrive in one event when the reader was slow."""
@@ -33,6 +34,7 @@ class Event(NamedTuple):
     queued_ns: int  # submit -> first scheduled
     prefill_ns: int  # first scheduled -> first token
     decode_ns: int  # first token -> last token; last event only
+    estimate_ns: int  # FINISH_UNREACHABLE: what its prompt would have taken at least; else 0
 
 class RequestParams:
     """What the core and the data plane must know of a request besides its tokens."""

@@ -146,6 +146,7 @@ class Engine:
             tokens=stats.tokens_emitted,
             prompt_tokens=stats.prompt_tokens_computed,
             preemptions=stats.preemptions,
+            dropped_for_deadline=stats.finished[_core.FINISH_UNREACHABLE],
             tick_us=round(stats.tick_ns_total / 1e3 / max(stats.ticks, 1), 2),
             tick_max_us=round(stats.tick_ns_max / 1e3, 1),
             host_gap_us=round(stats.host_gap_ns_total / 1e3 / max(stats.steps_retired, 1), 2),
@@ -408,7 +409,14 @@ class Engine:
     def _error(self, event: _core.Event, request: EngineRequest) -> EngineError:
         match event.finish:
             case _core.FINISH_DEADLINE:
-                return DeadlineError(f"the deadline passed after {event.queued_ns / 1e9:.3f} s in the queue")
+                waited = f"after {event.queued_ns / 1e9:.3f} s in the queue" if event.queued_ns else "while it waited in the queue"
+                return DeadlineError(f"the deadline passed {waited}")
+            case _core.FINISH_UNREACHABLE:
+                return DeadlineError(
+                    f"dropped before its prompt was computed: by the speed measured so far, {len(request.prompt_token_ids)} tokens take at "
+                    f"least {event.estimate_ns / 1e9:.3f} s, more than was left until the deadline",
+                    metadata={"estimate_s": f"{event.estimate_ns / 1e9:.6f}"},
+                )
             case _core.FINISH_NOT_FINITE:
                 return RowFailedError(
                     "the model produced logits that are not finite (NaN, or nothing left to choose from) for this request"

@@ -265,8 +265,9 @@ NB_MODULE(_core, m) {
   nb::module_::import_("twinplane.shared._shm");
   m.doc() = "Native scheduler of the control plane. Contract: control_plane/CONTRACT.md";
   const std::array<const char*, kNumFinishReasons> names = {
-      "FINISH_NONE",     "FINISH_EOS",        "FINISH_STOP_TOKEN",  "FINISH_LENGTH",  "FINISH_CANCELLED",
-      "FINISH_DEADLINE", "FINISH_NOT_FINITE", "FINISH_QUARANTINED", "FINISH_STOPPED", "FINISH_NEVER_FITS"};
+      "FINISH_NONE",      "FINISH_EOS",        "FINISH_STOP_TOKEN", "FINISH_LENGTH",
+      "FINISH_CANCELLED", "FINISH_DEADLINE",   "FINISH_NOT_FINITE", "FINISH_QUARANTINED",
+      "FINISH_STOPPED",   "FINISH_NEVER_FITS", "FINISH_UNREACHABLE"};
   for (size_t i = 0; i < names.size(); ++i) m.attr(names[i]) = i;
   add_named_tuples(m);
   bind_params(m);

@@ -17,6 +17,12 @@ struct Scheduled {
   TokenCount tokens;  // to compute in this step, from num_computed on
 };
 
+// Waits, and can not reach its first token before its deadline: its prompt takes so long.
+struct Hopeless {
+  Sequence* sequence;
+  Nanos estimate;
+};
+
 // What commit is to do, in this order.
 struct StepPlan {
   explicit StepPlan(uint32_t max_rows) : yields(max_rows) {

@@ -75,7 +75,7 @@ nb::list to_list(const Line& line) {
 void add_named_tuples(nb::module_& module) {
   event_type = named_tuple(module, "Event",
                            "request_id tokens logprobs ranks finish match cached_tokens preemptions queued_ns "
-                           "prefill_ns decode_ns");
+                           "prefill_ns decode_ns estimate_ns");
   refusal_type = named_tuple(module, "Refusal", "reason limit asked message unit");
   stats_type = named_tuple(
       module, "Stats",
@@ -96,12 +96,12 @@ nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last)
   }
   // Which fields may be read when: request.hpp. A request that ends before it is scheduled has no times.
   const bool has_token = to != 0;
-  return nb::handle(event_type)(s.id.value, to_list(tokens), logprobs, ranks,
-                                static_cast<int>(is_last ? s.finish : FinishReason::kNone), is_last ? s.match : -1,
-                                s.cached_tokens.value, is_last ? s.preemptions : 0,
-                                is_last || has_token ? between(s.submitted, s.first_scheduled) : 0,
-                                has_token ? between(s.first_scheduled, s.first_token) : 0,
-                                is_last && has_token ? between(s.first_token, s.last_token) : 0);
+  return nb::handle(event_type)(
+      s.id.value, to_list(tokens), logprobs, ranks, static_cast<int>(is_last ? s.finish : FinishReason::kNone),
+      is_last ? s.match : -1, s.cached_tokens.value, is_last ? s.preemptions : 0,
+      is_last || has_token ? between(s.submitted, s.first_scheduled) : 0,
+      has_token ? between(s.first_scheduled, s.first_token) : 0,
+      is_last && has_token ? between(s.first_token, s.last_token) : 0, is_last ? s.estimate.value : 0);
 }
 
 nb::object to_refusal(const std::optional<Refusal>& refusal) {

@@ -156,6 +156,7 @@ struct alignas(64) Sequence {
   Nanos first_token;
   TokenCount cached_tokens;
   uint32_t preemptions = 0;  // with the last event only
+  Nanos estimate;            // with the last event, if it ended as kUnreachable: what its prompt would have taken
   uint32_t reported = 0;     // output tokens the poller has reported; the poller's alone
 };
 

@@ -71,6 +71,7 @@ struct State {
   const Session& session;
   const Line& waiting;
   const Line& running;
+  Nanos now;
 };
 
 }  // namespace twinplane::core

@@ -59,7 +59,8 @@ enum class FinishReason : uint8_t {
   kQuarantined = 7,
   kStopped = 8,
   kNeverFits = 9,
+  kUnreachable = 10,
 };
-inline constexpr uint32_t kNumFinishReasons = 10;
+inline constexpr uint32_t kNumFinishReasons = 11;
 
 }  // namespace twinplane::core

@@ -131,7 +131,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.attach(**self.pool)
         self.rig.run()
         ended = {record.finish for record in self.rig.records.values()}
-        assert ended <= FINAL_BY_ITSELF | {_core.FINISH_CANCELLED, _core.FINISH_DEADLINE, _core.FINISH_QUARANTINED, _core.FINISH_NEVER_FITS}
+        assert ended <= FINAL_BY_ITSELF | {
+            _core.FINISH_CANCELLED,
+            _core.FINISH_DEADLINE,
+            _core.FINISH_QUARANTINED,
+            _core.FINISH_NEVER_FITS,
+        } | {_core.FINISH_UNREACHABLE}
         assert sum(self.rig.stats().finished) == len(self.rig.records)
 
 

@@ -128,7 +128,7 @@ void TwinplaneSystem::take_events(Nanos now) {
 
 Memory TwinplaneSystem::memory() const {
   const core::Population& population = scheduler_.population();
-  const core::BlockPool& blocks = scheduler_.session()->blocks;
+  const core::BlockManager& blocks = scheduler_.session()->blocks;
   Memory memory;
   memory.allocated = uint64_t{blocks.referenced().value} * pool_.block_size.value;
   memory.capacity = uint64_t{blocks.total().value} * pool_.block_size.value;
