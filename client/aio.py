@@ -21,16 +21,19 @@ from twinplane.v1 import engine_pb2, engine_pb2_grpc, generation_pb2, generation
 class AsyncClient:
     """Talks to one server at ``host:port`` or ``unix:/path``, on one event loop. Close it or use it with ``async with``.
 
+    ``tenant``: who asks, up to 64 printable ASCII characters; servers with ``--policy fair`` share their capacity between tenants.
+
     ``timeout`` arguments are seconds for the whole call, retries included; the server stops working when they are over.
     Cancelling the task that awaits a call cancels it on the server. Every method raises :class:`TwinplaneError`.
     """
 
-    def __init__(self, target: str, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, target: str, *, retry: RetryPolicy | None = None, tenant: str | None = None) -> None:
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._engine: Any = engine_pb2_grpc.EngineServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._retry = retry or RetryPolicy()
+        self._metadata = messages.metadata_of(tenant)
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 
     async def close(self) -> None:
@@ -56,7 +59,9 @@ class AsyncClient:
         """The answer as it comes: iterate over the deltas. Use it with ``async with`` to cancel what you do not read."""
         request = generation_pb2.StreamGenerateRequest(request=messages.generate_request(prompt, options))
         attempts = Attempts(self._retry, timeout)
-        stream = AsyncStream(lambda: self._generation.StreamGenerate(request, timeout=attempts.remaining()), attempts)
+        stream = AsyncStream(
+            lambda: self._generation.StreamGenerate(request, timeout=attempts.remaining(), metadata=self._metadata), attempts
+        )
         self._streams.add(stream)
         return stream
 
@@ -134,7 +139,7 @@ class AsyncClient:
         attempts = Attempts(self._retry, timeout)
         while True:
             try:
-                return await method(request, timeout=attempts.remaining())
+                return await method(request, timeout=attempts.remaining(), metadata=self._metadata)
             except grpc.RpcError as error:
                 failure = error_of(error)
             await asyncio.sleep(attempts.pause(failure))

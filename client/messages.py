@@ -24,6 +24,7 @@ from twinplane.client.types import (
 )
 from twinplane.v1 import engine_pb2, generation_pb2, tokenizer_pb2
 
+TENANT = "x-twinplane-tenant"
 READY = "twinplane.v1.GenerationService"
 ALIVE = "liveness"
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -57,6 +58,11 @@ _REASONS = {
     generation_pb2.FINISH_REASON_LENGTH: "length",
     generation_pb2.FINISH_REASON_CANCELLED: "cancelled",
 }
+
+
+def metadata_of(tenant: str | None) -> tuple[tuple[str, str], ...]:
+    """What goes with every call of a client."""
+    return ((TENANT, tenant),) if tenant else ()
 
 
 def generate_request(prompt: Prompt, options: Options) -> generation_pb2.GenerateRequest:

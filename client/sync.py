@@ -28,16 +28,19 @@ CHANNEL_OPTIONS = (
 class Client:
     """Talks to one server at ``host:port`` or ``unix:/path``. Thread-safe; close it or use it as a context manager.
 
+    ``tenant``: who asks, up to 64 printable ASCII characters; servers with ``--policy fair`` share their capacity between tenants.
+
     ``timeout`` arguments are seconds for the whole call, retries included; the server stops working when they are over.
     Every method raises :class:`TwinplaneError`.
     """
 
-    def __init__(self, target: str, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, target: str, *, retry: RetryPolicy | None = None, tenant: str | None = None) -> None:
         self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._engine: Any = engine_pb2_grpc.EngineServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._retry = retry or RetryPolicy()
+        self._metadata = messages.metadata_of(tenant)
 
     def close(self) -> None:
         self._channel.close()
@@ -59,7 +62,7 @@ class Client:
         """The answer as it comes: iterate over the deltas. Use it as a context manager to cancel what you do not read."""
         request = generation_pb2.StreamGenerateRequest(request=messages.generate_request(prompt, options))
         attempts = Attempts(self._retry, timeout)
-        return Stream(lambda: self._generation.StreamGenerate(request, timeout=attempts.remaining()), attempts)
+        return Stream(lambda: self._generation.StreamGenerate(request, timeout=attempts.remaining(), metadata=self._metadata), attempts)
 
     def chat(self, chat: Chat | Sequence[Any], *, timeout: float | None = None, **options: Unpack[Options]) -> GenerateResult:
         """``chat``: a Chat, or just its messages."""
@@ -135,7 +138,7 @@ class Client:
         attempts = Attempts(self._retry, timeout)
         while True:
             try:
-                return method(request, timeout=attempts.remaining())
+                return method(request, timeout=attempts.remaining(), metadata=self._metadata)
             except grpc.RpcError as error:
                 failure = error_of(error)
             time.sleep(attempts.pause(failure))

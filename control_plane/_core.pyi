@@ -62,6 +62,7 @@ class RequestParams:
         deadline_ns: int = 0,  # CLOCK_MONOTONIC; 0 = none
         cache: bool = True,  # finds cached blocks, and leaves its own for others
         cache_key: bytes = b"",  # 32 bytes: only requests with an equal one share blocks; b"" is one of them
+        tenant: str = "",  # at most 64 characters; what policy fair shares between
     ) -> None: ...
 
 class Refusal(NamedTuple):
@@ -85,6 +86,8 @@ class CoreConfig:
         max_waiting_tokens: int = 1 << 20,
         max_model_len: int = 2048,
         itl_target_us: int = 0,  # 0 = none
+        policy: str = "priority",  # fcfs, priority or fair
+        tenant_weights: Sequence[tuple[str, int]] = (),  # policy fair: shares of the named tenants; others have 1
     ) -> None: ...
 
 class Pool:

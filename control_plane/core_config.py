@@ -18,4 +18,6 @@ def core_config(settings: ControlPlaneSettings, *, max_model_len: int) -> _core.
         max_waiting_tokens=settings.max_waiting_tokens,
         max_model_len=max_model_len,
         itl_target_us=round(settings.itl_target_ms * 1e3),
+        policy=settings.policy,
+        tenant_weights=settings.weights(),
     )

@@ -351,6 +351,7 @@ class Engine:
             logit_bias=tuple(sampling.logit_bias.items()),
             allowed_token_ids=sampling.allowed_token_ids,
             priority=request.priority,
+            tenant=request.tenant,
             deadline_ns=0 if request.deadline is None else max(1, int(request.deadline * 1e9)),
             **_cache_use(request),
             **_group(sampling),

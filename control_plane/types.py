@@ -70,6 +70,7 @@ class EngineRequest:
     deadline: float | None = None
     cache_salt: str = ""  # requests share cached prefixes only under an equal salt
     prefix_cache: bool = True  # False: neither read nor fill it
+    tenant: str = ""  # what policy fair shares between
 
 
 class FinishReason(enum.Enum):

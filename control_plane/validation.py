@@ -29,6 +29,7 @@ MAX_MESSAGES = 16384
 MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 256
 MAX_SEQUENCES = 16  # of one request: n, best_of, beam_width
+MAX_TENANT = 64
 # Logits divided by less than this overflow or differ from greedy by rounding only.
 GREEDY_BELOW = 0.002
 
@@ -356,6 +357,10 @@ def check_request_id(request_id: str, *, field: str = "request_id") -> str:
 
 def check_cache_salt(salt: str) -> str:
     return _identifier(salt, MAX_CACHE_SALT, "cache_salt") if salt else ""
+
+
+def check_tenant(tenant: str) -> str:
+    return _identifier(tenant, MAX_TENANT, "x-twinplane-tenant") if tenant else ""
 
 
 def _identifier(text: str, most: int, field: str) -> str:

@@ -18,6 +18,7 @@ __all__ = ["CommonSettings", "ConfigError", "ControlPlaneSettings", "DataPlaneSe
 
 # sockaddr_un.sun_path holds 108 bytes with the terminating zero.
 _MAX_UNIX_PATH = 107
+_MAX_TENANT_WEIGHT = 1000  # kMaxTenantWeight of the core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,19 @@ class ControlPlaneSettings(CommonSettings):
         "inter-token latency that 99 % of the tokens are to stay within: prompts get what is left of each step; 0 = no target",
     )
     overlap_depth: int = option(2, Integer(1, 3), "scheduler", "steps in flight; 1 plans a step only after the last one returned")
+    policy: str = option(
+        "priority",
+        Choice(("fcfs", "priority", "fair")),
+        "scheduler",
+        "who comes in next: first come first served; the higher priority; or the tenant (x-twinplane-tenant) that was served least",
+    )
+    tenant_weights: str | None = option(
+        None,
+        Text("NAME=N,...", r"[!-+\--<>-~]{1,64}=\d+(,[!-+\--<>-~]{1,64}=\d+)*", "NAME=N,NAME=N,... with names of at most 64 characters"),
+        "scheduler",
+        "with --policy fair: shares of tenants, from 1 to 1000",
+        auto="everyone has 1",
+    )
     max_waiting_requests: int = option(1024, Integer(0), "scheduler", "requests queued beyond those in flight; more are refused")
     max_waiting_tokens: int = option(1 << 20, Integer(0), "scheduler", "prompt tokens queued; more are refused")
 
@@ -108,7 +122,17 @@ class ControlPlaneSettings(CommonSettings):
             )
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             found.append(f"chat-template: {self.chat_template} is not a file")
+        if self.tenant_weights is not None and self.policy != "fair":
+            found.append(f"tenant-weights are given but policy is {self.policy}: they matter with policy fair only")
+        for tenant, weight in self.weights():
+            if not 1 <= weight <= _MAX_TENANT_WEIGHT:
+                found.append(f"tenant-weights: the weight of {tenant} is {weight}, it must be from 1 to {_MAX_TENANT_WEIGHT}")
         return found
+
+    def weights(self) -> list[tuple[str, int]]:
+        """``tenant_weights`` by name."""
+        pairs = (entry.split("=") for entry in (self.tenant_weights or "").split(",") if entry)
+        return [(name, int(weight)) for name, weight in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,25 @@ void check_line(Checker& check, const Line& line, SequenceState state, const cha
   }
 }
 
+void check_shares(Checker& check, const FairShare& shares, const SequenceTable& sequences) {
+  std::vector<uint32_t> live(FairShare::kMaxTenants), waiting(FairShare::kMaxTenants);
+  sequences.for_each([&](const Sequence& s) {
+    ++live[s.tenant.value];
+    waiting[s.tenant.value] += !s.was_resident;
+    check.expect(s.was_resident == s.is_by_line(), "request ", s.id.value, " is at a newcomer's place or none");
+  });
+  size_t with_newcomers = 0;
+  for (uint16_t i = 0; i < FairShare::kMaxTenants; ++i) {
+    check.equal(shares.num_live({i}), live[i], "live requests of a tenant");
+    check.equal(shares.num_waiting({i}), waiting[i], "newcomers of a tenant");
+    with_newcomers += waiting[i] != 0;
+  }
+  check.equal(shares.turns().size(), with_newcomers, "tenants in the heap of turns");
+  for (size_t i = 1; i < shares.turns().size(); ++i) {
+    check.expect(!(shares.turns()[i] < shares.turns()[(i - 1) / 2]), "the heap of turns is out of order at ", i);
+  }
+}
+
 void check_sequence(Checker& check, const Sequence& s, const std::optional<Session>& session) {
   const uint64_t id = s.id.value;
   check.expect(s.num_computed <= s.known(), "request ", id, " computed more than it knows");
@@ -122,6 +141,7 @@ std::string Scheduler::check() const {
     check_sequence(check, s, session_);
   });
   check.equal(deadlines.size(), with_deadline, "members of the deadline heap");
+  if (shares_) check_shares(check, *shares_, sequences);
   if (session_) {
     check_blocks(check, *session_, sequences);
     check_rows(check, *session_, running);

@@ -100,6 +100,7 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
   Sequence& sequence = *admission.sequence;
   population_.waiting.erase(sequence);
   gate_.leave_queue(sequence);
+  if (!sequence.was_resident) settle(sequence);
   sequence.become(SequenceState::kRunning);
   population_.running.insert(sequence);
   sequence.is_protected = sequence.was_resident;
@@ -121,6 +122,7 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
     sequence.first_scheduled = now;
     sequence.cached_tokens = sequence.num_computed;
     sequence.was_resident = true;
+    if (shares_) shares_->charge_prompt(sequence.tenant, sequence.distance());
   }
   schedule({&sequence, admission.tokens}, wire::kSeqFlagChunk, record, step);
 }

@@ -33,6 +33,12 @@ void Config::validate() const {
   require("max_model_len", max_model_len.value, 2, "one prompt token and one new token");
   require("max_step_tokens", max_step_tokens.value, max_rows,
           "every running request (max_rows) gets its token in every step");
+  for (const auto& [tenant, weight] : tenant_weights) {
+    if (weight != 0 && weight <= kMaxTenantWeight && tenant.size() <= kMaxTenantName) continue;
+    throw std::invalid_argument("the weight of tenant '" + tenant + "' is " + std::to_string(weight) +
+                                ", it must be from 1 to " + std::to_string(kMaxTenantWeight) +
+                                ", and the name at most " + std::to_string(kMaxTenantName) + " characters long");
+  }
 }
 
 wire::Capacities capacities_for(const Config& config, const Pool& pool) {

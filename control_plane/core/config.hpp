@@ -1,12 +1,26 @@
 // What the operator sets, what a data plane offers, and what a session must be able to carry for both.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "control_plane/core/types.hpp"
 #include "shared/csrc/wire.hpp"
 
 namespace twinplane::core {
+
+// Who comes in next. All of them are first come, first served among equals.
+enum class Policy : uint8_t {
+  kFcfs,      // everyone is equal
+  kPriority,  // the higher priority
+  kFair,      // the least served tenant (fair_share.hpp); of its requests the higher priority
+};
+
+inline constexpr size_t kMaxTenantName = 64;
+inline constexpr uint32_t kMaxTenantWeight = 1000;
 
 struct Config {
   uint32_t max_rows = 64;                    // sequences resident at once
@@ -17,6 +31,8 @@ struct Config {
   uint64_t max_waiting_tokens = 1ull << 20;  // known tokens of all that wait
   TokenCount max_model_len{2048};            // context limit: prompt + max_tokens
   uint32_t itl_target_us = 0;                // inter-token latency to keep prompts within; 0 = none
+  Policy policy = Policy::kPriority;
+  std::vector<std::pair<std::string, uint32_t>> tenant_weights;  // shares of the named tenants; others have 1
 
   // Requests in the core at once: submitting stops at max_waiting_requests, at most max_rows are resident, and
   // preemption moves a request between the two without adding one. All tables are sized by it (INV-11).

@@ -41,6 +41,14 @@ class Line {
     }
   }
 
+  // Place of the first one whose order is at least this.
+  size_t first_from(uint64_t order) const {
+    const auto end = slots_.begin() + static_cast<std::ptrdiff_t>(end_);
+    const auto at = std::lower_bound(slots_.begin() + static_cast<std::ptrdiff_t>(begin_), end, order,
+                                     [](const Sequence* a, uint64_t least) { return a->order < least; });
+    return static_cast<size_t>(at - slots_.begin()) - begin_;
+  }
+
  private:
   using Slot = std::vector<Sequence*>::iterator;
 

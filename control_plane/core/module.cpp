@@ -57,6 +57,13 @@ nb::tuple from_capacities(const wire::Capacities& c) {
                         c.max_extra_words, c.max_results, c.max_swaps, c.max_candidates);
 }
 
+Policy to_policy(const std::string& name) {
+  if (name == "fcfs") return Policy::kFcfs;
+  if (name == "priority") return Policy::kPriority;
+  if (name == "fair") return Policy::kFair;
+  throw std::invalid_argument("policy is '" + name + "', it must be fcfs, priority or fair");
+}
+
 SessionEnd session_end(bool step_failed) { return step_failed ? SessionEnd::kStepFailed : SessionEnd::kLost; }
 
 // The scheduler with a gate, an event queue and one step slot in plain memory.
@@ -143,7 +150,7 @@ void bind_params(nb::module_& m) {
              float min_p, float repetition_penalty, float presence_penalty, float frequency_penalty, uint64_t seed,
              uint32_t stream, bool logprobs, std::vector<std::pair<int32_t, float>> logit_bias,
              std::vector<int32_t> allowed_token_ids, int32_t priority, uint64_t deadline_ns, bool cache,
-             const nb::bytes& cache_key) {
+             const nb::bytes& cache_key, std::string tenant) {
             if (max_tokens == 0) throw std::invalid_argument("max_tokens is 0, it must be at least 1");
             new (self) RequestParams{.max_tokens = {max_tokens},
                                      .min_tokens = {min_tokens},
@@ -164,14 +171,15 @@ void bind_params(nb::module_& m) {
                                      .priority = priority,
                                      .deadline = {deadline_ns},
                                      .uses_cache = cache,
-                                     .cache_key = to_namespace(cache_key)};
+                                     .cache_key = to_namespace(cache_key),
+                                     .tenant = std::move(tenant)};
           },
           nb::kw_only(), "max_tokens"_a, "eos_token_ids"_a = std::vector<int32_t>{},
           "stop_token_ids"_a = std::vector<int32_t>{}, "min_tokens"_a = 0, "temperature"_a = 0.0f, "top_p"_a = 1.0f,
           "top_k"_a = 0, "min_p"_a = 0.0f, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f,
           "frequency_penalty"_a = 0.0f, "seed"_a = 0, "stream"_a = 0, "logprobs"_a = false,
           "logit_bias"_a = std::vector<std::pair<int32_t, float>>{}, "allowed_token_ids"_a = std::vector<int32_t>{},
-          "priority"_a = 0, "deadline_ns"_a = 0, "cache"_a = true, "cache_key"_a = nb::bytes("", 0));
+          "priority"_a = 0, "deadline_ns"_a = 0, "cache"_a = true, "cache_key"_a = nb::bytes("", 0), "tenant"_a = "");
 }
 
 void bind_config(nb::module_& m) {
@@ -179,8 +187,8 @@ void bind_config(nb::module_& m) {
       .def(
           "__init__",
           [](Config* self, uint32_t max_rows, uint32_t max_step_tokens, uint32_t max_chunk_tokens, uint32_t depth,
-             uint32_t max_waiting_requests, uint64_t max_waiting_tokens, uint32_t max_model_len,
-             uint32_t itl_target_us) {
+             uint32_t max_waiting_requests, uint64_t max_waiting_tokens, uint32_t max_model_len, uint32_t itl_target_us,
+             const std::string& policy, std::vector<std::pair<std::string, uint32_t>> tenant_weights) {
             const Config config{.max_rows = max_rows,
                                 .max_step_tokens = {max_step_tokens},
                                 .max_chunk_tokens = {max_chunk_tokens},
@@ -188,13 +196,16 @@ void bind_config(nb::module_& m) {
                                 .max_waiting_requests = max_waiting_requests,
                                 .max_waiting_tokens = max_waiting_tokens,
                                 .max_model_len = {max_model_len},
-                                .itl_target_us = itl_target_us};
+                                .itl_target_us = itl_target_us,
+                                .policy = to_policy(policy),
+                                .tenant_weights = std::move(tenant_weights)};
             config.validate();
             new (self) Config(config);
           },
           nb::kw_only(), "max_rows"_a = 64, "max_step_tokens"_a = 2048, "max_chunk_tokens"_a = 512, "depth"_a = 2,
           "max_waiting_requests"_a = 1024, "max_waiting_tokens"_a = 1 << 20, "max_model_len"_a = 2048,
-          "itl_target_us"_a = 0);
+          "itl_target_us"_a = 0, "policy"_a = "priority",
+          "tenant_weights"_a = std::vector<std::pair<std::string, uint32_t>>{});
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
       [](Pool* self, uint32_t num_blocks, uint32_t block_size, uint32_t num_host_blocks) {

@@ -1,6 +1,7 @@
 #include "control_plane/core/plan.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "control_plane/core/residency.hpp"
 
@@ -16,6 +17,8 @@ const StepPlan& Planner::plan(const State& state) {
   plan_.clear();
   hopeless_.clear();
   budget_.emplace(state);
+  turns_.begin(state);
+  has_offered_ = false;
   passed_over_ = 0;
   Residency residency(state, plan_);
   deal_to_decodes(state, residency);
@@ -68,13 +71,15 @@ bool Planner::is_hopeless(const State& state, Sequence& sequence, TokenCount com
   return true;
 }
 
-// First come, first served: the first that finds no room ends it, whoever is behind. Only those are passed over that
-// wait for blocks somebody on the device is computing right now, or that are about to end.
+// In order of turns: the first that finds no room ends it, whoever is behind. Only those are passed over that wait for
+// blocks somebody on the device is computing right now, or that are about to end.
 std::optional<Admission> Planner::next_admission(const State& state) {
-  if (is_short_) return std::nullopt;
-  for (; passed_over_ < state.waiting.size() && budget_->has_tokens(); ++passed_over_) {
-    if (passed_over_ == kMaxPassedOver) break;
-    Sequence& sequence = state.waiting[passed_over_];
+  if (is_short_ || state.session.rows.num_free() == 0) return std::nullopt;
+  if (std::exchange(has_offered_, false)) turns_.take();
+  while (budget_->has_tokens() && passed_over_ != kMaxPassedOver) {
+    Sequence* const candidate = turns_.next();
+    if (candidate == nullptr) break;
+    Sequence& sequence = *candidate;
     // Preempted while a step in flight names it: it may still get a token, and its row is not let go of yet.
     if (sequence.row != kNoRow) break;
     const BlockManager& manager = state.session.blocks;
@@ -82,12 +87,16 @@ std::optional<Admission> Planner::next_admission(const State& state) {
     const auto hit = [&] {
       return TokenCount{match.blocks.value * state.session.pool.block_size.value} + match.partial;
     };
-    if (is_hopeless(state, sequence, hit()) || manager.is_being_computed(sequence, match)) continue;
+    if (is_hopeless(state, sequence, hit()) || manager.is_being_computed(sequence, match)) {
+      ++passed_over_;
+      continue;
+    }
     const BlockCount blocks = blocks_for(sequence.admission_tokens(), state.session.pool.block_size);
     const WordCount words = extra_words(sequence.params, sequence.prompt_tokens, sequence.emitted());
     if (!has_room(state, blocks, match)) break;
     const TokenCount rest = sequence.known() - hit();
     if (budget_->chunk_for(rest, hit()) == TokenCount{0} || !budget_->take_opening(blocks, words)) break;
+    has_offered_ = true;
     return Admission{&sequence, match, budget_->take_chunk(rest, hit())};
   }
   return std::nullopt;

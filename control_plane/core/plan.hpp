@@ -9,6 +9,7 @@
 #include "control_plane/core/budget.hpp"
 #include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/state.hpp"
+#include "control_plane/core/turns.hpp"
 
 namespace twinplane::core {
 
@@ -81,8 +82,10 @@ class Planner {
   std::optional<Budget> budget_;  // what the step can still carry
   TokenCount chunk_allowance_;
   std::vector<Hopeless> hopeless_;
-  bool is_short_ = false;   // somebody resident is short of memory: nobody else comes in
-  size_t passed_over_ = 0;  // the first so many of those waiting wait for somebody else's prompt
+  bool is_short_ = false;  // somebody resident is short of memory: nobody else comes in
+  Turns turns_;
+  bool has_offered_ = false;  // the last candidate was offered, and has come in since
+  size_t passed_over_ = 0;    // candidates that could not come in, and held up nobody
   // Scratch: the running sequences with more than one token to go, found while dealing to the decodes.
   std::vector<size_t> behind_;
 };

@@ -48,7 +48,8 @@ nb::dict to_dict(const Sequence& s) {
   dict["id"] = s.id.value;
   dict["state"] = s.state == SequenceState::kRunning ? "running" : "waiting";
   dict["arrival"] = s.arrival;
-  dict["priority"] = s.priority;
+  dict["priority"] = s.params.priority;
+  dict["tenant"] = s.params.tenant;
   dict["prompt_tokens"] = s.prompt_tokens.value;
   dict["num_tokens"] = s.num_tokens.value;
   dict["num_pending"] = s.num_pending.value;
@@ -132,6 +133,18 @@ nb::dict snapshot(const Scheduler& scheduler) {
   nb::dict dict;
   dict["running"] = to_list(scheduler.population().running);
   dict["waiting"] = to_list(scheduler.population().waiting);
+  nb::list tenants;
+  for (uint16_t i = 0; scheduler.shares() && i < FairShare::kMaxTenants; ++i) {
+    const FairShare& shares = *scheduler.shares();
+    if (shares.service({i}) == 0 && shares.num_live({i}) == 0) continue;
+    nb::dict tenant;
+    tenant["name"] = std::string(shares.name({i}));
+    tenant["service"] = shares.service({i});
+    tenant["live"] = shares.num_live({i});
+    tenant["waiting"] = shares.num_waiting({i});
+    tenants.append(tenant);
+  }
+  dict["tenants"] = tenants;
   if (const auto& session = scheduler.session()) {
     dict["sent"] = session->sent.value;
     dict["retired"] = session->retired.value;

@@ -40,7 +40,6 @@ Sequence::Sequence(RequestId request, std::span<const int32_t> prompt, RequestPa
       stops_from(request_params.min_tokens),
       stops(sorted_stops(request_params)),
       id(request),
-      priority(request_params.priority),
       params(std::move(request_params)),
       submitted(now) {
   tokens = std::make_unique_for_overwrite<int32_t[]>(limit.value);

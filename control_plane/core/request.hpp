@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -57,6 +58,7 @@ struct RequestParams {
   Nanos deadline;          // 0 = none
   bool uses_cache = true;  // finds blocks of others in the prefix tree, and leaves its own there
   Namespace cache_key{};   // and only those with this key
+  std::string tenant;      // who asks; what policy fair shares between
 };
 
 // Words the extras of a row take that is opened after `emitted` tokens of output.
@@ -97,10 +99,18 @@ struct alignas(64) Sequence {
   // without asking for more (INV-7).
   TokenCount admission_tokens() const { return std::min(known() + TokenCount{1}, kv_limit()); }
 
-  // Serving order: higher priority first, then first come.
+  // Serving order of both lines: by the policy, then first come.
   bool precedes(const Sequence& other) const {
-    return priority != other.priority ? priority > other.priority : arrival < other.arrival;
+    return order != other.order ? order < other.order : arrival < other.arrival;
   }
+
+  // What a sequence's `order` is: 0 where all are equal; the priority, higher first; or with policy fair, of a
+  // newcomer, its tenant before that, so that the newcomers of each stand together, behind those who have been
+  // resident.
+  uint64_t priority_order() const { return static_cast<uint64_t>(int64_t{INT32_MAX} - params.priority); }
+  static uint64_t first_order_of(TenantId tenant) { return (uint64_t{tenant.value} + 1) << 32; }
+  // It waits at its place in the line, not for a turn of its tenant.
+  bool is_by_line() const { return order >> 32 == 0; }
 
   // Takes a sampled token; what it means for the sequence.
   FinishReason append(int32_t token, float logprob, uint32_t rank);
@@ -142,7 +152,8 @@ struct alignas(64) Sequence {
   // --- the rest: coming, going, and what the poller may read with any event, because it is final before the first
   // token is published
   RequestId id;
-  int32_t priority;
+  uint64_t order = 0;  // place in a line, before arrival
+  TenantId tenant{0};
   uint64_t arrival = 0;        // kept for life, whatever happens (A05)
   uint32_t deadline_slot = 0;  // index in the deadline heap
   TokenCount queued_tokens;    // what it counts for in the bound of the waiting queue

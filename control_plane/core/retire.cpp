@@ -81,6 +81,7 @@ void Scheduler::take_entry(const wire::ResultEntry& entry, StepRecord& record, N
   sequence->last_token = now;
   sequence->is_protected = false;
   ++counters_.tokens_emitted;
+  if (shares_) shares_->charge_output(sequence->tenant);
   if (finish == FinishReason::kNone) {
     events_.announce(*sequence);
   } else {

@@ -18,7 +18,9 @@ constexpr uint8_t kFailuresToQuarantine = 2;
 }  // namespace
 
 Scheduler::Scheduler(const Config& config, Gate& gate, EventQueue& events)
-    : config_(validated(config)), gate_(gate), events_(events), population_(config), planner_(config.max_rows) {}
+    : config_(validated(config)), gate_(gate), events_(events), population_(config), planner_(config.max_rows) {
+  if (config_.policy == Policy::kFair) shares_.emplace(config_);
+}
 
 // --- sessions --------------------------------------------------------------------------------------------------------
 
@@ -74,7 +76,7 @@ void Scheduler::quarantine() {
 void Scheduler::accept(std::unique_ptr<Sequence> owned) {
   owned->arrival = next_arrival_++;
   Sequence& sequence = population_.sequences.insert(std::move(owned));
-  population_.waiting.insert(sequence);
+  line_up(sequence);
   population_.deadlines.insert(sequence);
   if (!session_) return;  // judged when the next one attaches
   // The gate judged by the pool it knew; a session may have begun since.
@@ -83,6 +85,24 @@ void Scheduler::accept(std::unique_ptr<Sequence> owned) {
   } else {
     end(sequence, FinishReason::kNeverFits);
   }
+}
+
+// A newcomer takes its place in the queue.
+void Scheduler::line_up(Sequence& newcomer) {
+  if (config_.policy != Policy::kFcfs) newcomer.order = newcomer.priority_order();
+  if (shares_) {
+    newcomer.tenant = shares_->enter(newcomer.params.tenant);
+    newcomer.order += Sequence::first_order_of(newcomer.tenant);
+    shares_->wait(newcomer.tenant);
+  }
+  population_.waiting.insert(newcomer);
+}
+
+// It has left the queue, and will never wait for a turn again: from here on arrival decides.
+void Scheduler::settle(Sequence& newcomer) {
+  if (!shares_) return;
+  shares_->unwait(newcomer.tenant);
+  newcomer.order = 0;
 }
 
 bool Scheduler::cancel(RequestId id) {
@@ -116,7 +136,9 @@ void Scheduler::end(Sequence& sequence, FinishReason reason) {
   } else {
     population_.waiting.erase(sequence);
     gate_.leave_queue(sequence);
+    if (!sequence.was_resident) settle(sequence);
   }
+  if (shares_) shares_->leave(sequence.tenant);
   if (session_) session_->rows.disown(sequence);
   population_.deadlines.erase(sequence);
   sequence.become(SequenceState::kFinished);
@@ -151,7 +173,7 @@ bool Scheduler::tick(std::byte* slot, Nanos now) {
   ++counters_.ticks;
   expire(now);
   if (!can_send()) return false;
-  const State state{config_, *session_, population_.waiting, population_.running, now};
+  const State state{config_, *session_, population_.waiting, population_.running, now, shares_ ? &*shares_ : nullptr};
   StepWriter step(slot, session_->capacities);
   StepRecord& record = session_->record(session_->sent);
   record.rows.clear();

@@ -102,6 +102,7 @@ class Scheduler {
   const Counters& counters() const { return counters_; }
   const Population& population() const { return population_; }
   const std::optional<Session>& session() const { return session_; }
+  const std::optional<FairShare>& shares() const { return shares_; }
 
   // Recomputes INV-5 and every other redundancy of the state from its owners; the first difference, or "". Allocates.
   std::string check() const;
@@ -125,6 +126,8 @@ class Scheduler {
   void end(Sequence& sequence, FinishReason reason);
   void leave_device(Sequence& sequence, bool keep_blocks);
   void put_back(Sequence& sequence);
+  void line_up(Sequence& newcomer);
+  void settle(Sequence& newcomer);
   void quarantine();
   bool fits(const Sequence& sequence) const;
   bool has_work() const { return !population_.running.empty() || !population_.waiting.empty(); }
@@ -134,6 +137,7 @@ class Scheduler {
   EventQueue& events_;
   Population population_;
   std::optional<Session> session_;
+  std::optional<FairShare> shares_;  // with policy fair
   Planner planner_;
   Counters counters_;
   uint64_t next_arrival_ = 0;

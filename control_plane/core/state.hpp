@@ -10,6 +10,7 @@
 #include "control_plane/core/config.hpp"
 #include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/deadlines.hpp"
+#include "control_plane/core/fair_share.hpp"
 #include "control_plane/core/line.hpp"
 #include "control_plane/core/rows.hpp"
 #include "control_plane/core/sequence_table.hpp"
@@ -72,6 +73,7 @@ struct State {
   const Line& waiting;
   const Line& running;
   Nanos now;
+  const FairShare* shares;  // null: the policy is another
 };
 
 }  // namespace twinplane::core

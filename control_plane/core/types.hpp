@@ -15,6 +15,7 @@ struct Id {
 };
 
 using RequestId = Id<struct RequestTag, uint64_t>;
+using TenantId = Id<struct TenantTag, uint16_t>;  // a seat in the table of tenants
 using RowId = Id<struct RowTag, uint32_t>;
 using BlockId = Id<struct BlockTag, uint32_t>;
 

@@ -21,6 +21,7 @@ from twinplane.control_plane.validation import (
     check_request_id,
     check_room,
     check_streamable,
+    check_tenant,
     resolve_sampling,
     resolve_stop,
 )
@@ -28,6 +29,7 @@ from twinplane.v1 import generation_pb2 as pb
 from twinplane.v1 import generation_pb2_grpc
 
 MAX_CANCELLED_IDS = 1024
+TENANT = "x-twinplane-tenant"
 _FOREVER_S = 365 * 86400.0
 
 
@@ -101,6 +103,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         deadline = _deadline(context)
         if request.request_id:
             use_request_id(check_request_id(request.request_id))
+        tenant = check_tenant(_tenant(context))
         check_shape(request, request.chat)
         self._model.check_name(request.model)
         limits = limits_of(self._model, self._engine.max_model_len)
@@ -125,6 +128,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             deadline=deadline,
             cache_salt=cache_salt,
             prefix_cache=convert.optional(request, "prefix_cache") is not False,
+            tenant=tenant,
         )
         options = OutputOptions(
             text=convert.optional(request.output, "text") is not False,
@@ -147,6 +151,12 @@ def _usage(generation: Generation) -> pb.Usage:
 def _prompt(generation: Generation, request: pb.GenerateRequest) -> pb.PromptInfo:
     ids = generation.request.prompt_token_ids
     return pb.PromptInfo(token_count=len(ids), token_ids=ids if request.output.echo_prompt_tokens else ())
+
+
+def _tenant(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Who asks, by the metadata; "" if it does not say."""
+    metadata = context.invocation_metadata() or ()
+    return next((value for key, value in metadata if key == TENANT and isinstance(value, str)), "")
 
 
 def _deadline(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

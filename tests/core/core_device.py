@@ -41,6 +41,7 @@ class Request:
     deadline_ns: int = 0
     cache: bool = True
     cache_key: bytes = b""
+    tenant: str = ""
 
     def params(self) -> _core.RequestParams:
         return _core.RequestParams(
@@ -59,6 +60,7 @@ class Request:
             deadline_ns=self.deadline_ns,
             cache=self.cache,
             cache_key=self.cache_key,
+            tenant=self.tenant,
         )
 
 
@@ -208,7 +210,7 @@ class FakeDevice:
             row, first, count = int(seq["row"]), int(seq["position"]), int(seq["num_tokens"])
             indices = range(first // self.block_size, (first + count - 1) // self.block_size + 1)
             writers += [(row, self.sent_tables[row][index]) for index in indices]
-        for row, block in writers:
+        for _, block in writers:
             rows = {other for other, written in writers if written == block}
             assert len(rows - {COPIES}) <= 1, f"block {block} is written by rows {rows}"
             for _, named in self.in_flight:

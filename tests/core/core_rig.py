@@ -168,7 +168,8 @@ class Rig:
                 continue
             # Left out: then it needs a block, there is none, and either some are on their way or everyone behind it is protected.
             assert known > len(s["blocks"]) * self.device.block_size
-            behind = [other for other in after["running"] if (-other["priority"], other["arrival"]) > (-s["priority"], s["arrival"])]
+            place = [other["id"] for other in after["running"]].index(s["id"])
+            behind = after["running"][place + 1 :]
             assert self.stats().blocks_fenced or s["is_protected"] or (behind and all(other["is_protected"] for other in behind))
 
     def check_preemptions(self, before: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def test_part_of_a_block_is_copied() -> None:
 def test_equal_prompts_are_computed_once(depth: int) -> None:
     rig = Rig(depth=depth, max_chunk_tokens=16, max_step_tokens=48)
     for i in range(5):
-        rig.submit(i, Request(prompt(60) + (i,), max_tokens=4))
+        rig.submit(i, Request((*prompt(60), i), max_tokens=4))
     rig.run()
     assert rig.stats().prompt_tokens_computed <= 61 + 4 * (1 + BLOCK)
 

@@ -37,6 +37,7 @@ def requests(draw: st.DrawFn) -> Request:
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         cache=draw(st.sampled_from([True, True, True, False])),
         cache_key=draw(st.sampled_from([b"", b"", b"k" * 32])),
+        tenant=draw(st.sampled_from(["", "a", "b"])),
     )
 
 
@@ -48,8 +49,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 6),
         chunk=st.integers(1, 20),
         spare=st.integers(0, 20),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        itl_target_us=st.sampled_from([0, 500, 2000]),
     )
-    def begin(self, depth: int, block_size: int, tokens: int, rows: int, chunk: int, spare: int) -> None:
+    def begin(self, depth: int, block_size: int, tokens: int, rows: int, chunk: int, spare: int, policy: str, itl_target_us: int) -> None:
         self.pool: dict[str, Any] = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
         self.rig = Rig(
             **self.pool,
@@ -60,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             max_waiting_requests=10,
             max_waiting_tokens=200,
+            policy=policy,
+            itl_target_us=itl_target_us,
         )
         self.is_attached = True
         self.next_id = 0

@@ -57,7 +57,7 @@ class ScriptedCore:
     def stop(self) -> None: ...
 
     def stats(self) -> Any:
-        return _core.Stats(**dict.fromkeys(_core.Stats._fields, 0))  # type: ignore[arg-type]
+        return _core.Stats(**dict.fromkeys(_core.Stats._fields, 0) | {"finished": [0] * 16})  # type: ignore[arg-type]
 
     def submit(self, request_id: int, prompt: Any, params: Any) -> Any:
         if self.refusal is None:

@@ -124,6 +124,21 @@ async def test_every_sampling_field_reaches_the_engine(client: AsyncClient, engi
     assert (engine.requests[1].cache_salt, engine.requests[1].prefix_cache) == ("", True)
 
 
+async def test_the_tenant_of_the_metadata_reaches_the_engine_and_is_checked(address: str, engine: FakeEngine) -> None:
+    async with AsyncClient(address, tenant="team-a") as client:
+        await client.generate("x")
+        async with client.stream("x") as stream:
+            async for _ in stream:
+                pass
+    async with AsyncClient(address) as client:
+        await client.generate("x")
+    assert [request.tenant for request in engine.requests] == ["team-a", "team-a", ""]
+    async with AsyncClient(address, tenant="x" * 65) as client:
+        with pytest.raises(TwinplaneError) as caught:
+            await client.generate("x")
+    assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "x-twinplane-tenant")
+
+
 async def test_the_model_can_be_named_by_alias_and_no_other_name(client: AsyncClient) -> None:
     assert (await client.generate("x", model="alias")).model == "tiny"
     with pytest.raises(TwinplaneError) as caught:

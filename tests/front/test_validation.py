@@ -25,6 +25,7 @@ from twinplane.control_plane.validation import (
     check_request_id,
     check_room,
     check_streamable,
+    check_tenant,
     default_sampling,
     describe_defaults,
     resolve_sampling,
@@ -248,6 +249,9 @@ def test_D10_control_characters_are_refused_where_a_name_is_expected() -> None:
     assert check_cache_salt("") == ""
     assert check_cache_salt("tenant-1") == "tenant-1"
     assert "257" in refusal(lambda: check_cache_salt("x" * 257)).message
+    assert check_tenant("") == "" and check_tenant("team-a") == "team-a"
+    assert refusal(lambda: check_tenant("a b")).field == "x-twinplane-tenant"
+    assert "65" in refusal(lambda: check_tenant("x" * 65)).message
 
 
 # ------------------------------------------------------------------------------------------- defaults (E03)

@@ -60,6 +60,8 @@ class Driver {
     config.max_waiting_requests = 20;
     config.max_waiting_tokens = 500;
     config.max_model_len = {60};
+    config.policy = static_cast<Policy>(roll(0, 2));
+    config.itl_target_us = roll(0, 2) * 1000;
     return config;
   }
 
@@ -103,6 +105,7 @@ class Driver {
     params.max_tokens = {roll(1, 30)};
     params.eos_token_ids = {kEos};
     params.priority = static_cast<int32_t>(roll(0, 5)) / 5;
+    params.tenant = std::string(roll(0, 3), 't');
     params.logprobs = roll(0, 1) == 0;
     params.sampling.repetition_penalty = roll(0, 1) == 0 ? 1.0f : 1.5f;
     if (roll(0, 9) == 0) params.deadline = now_ + Nanos{roll(1, 200)};
