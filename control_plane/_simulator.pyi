@@ -6,11 +6,12 @@ Every ``simulate`` function returns a dict:
 ``arrival_s`` ...     float64 ``[requests]``: ``arrival_s``, ``first_scheduled_s``, ``first_token_s``, ``finish_s``;
                       NaN where it did not come to that
 ``tokens``            uint32 ``[requests]``: emitted; also ``preemptions``, ``cached_tokens``
-``outcome``           uint8 ``[requests]``: 0 unfinished, 1 finished, 2 refused
+``outcome``           uint8 ``[requests]``: 0 unfinished, 1 finished, 2 refused, 3 given up
 ``gaps_s``            float32 ``[tokens - first tokens]``: every gap between two tokens of a sequence, in order of time
 ``memory``            samples: ``at_s``, ``held_tokens``, ``reserved_tokens``, ``allocated_tokens``, ``capacity_tokens``,
                       ``running``, ``waiting``
-``averages``          the same over time, exactly, and ``overreserved_tokens``; ``seconds`` it was measured for
+``averages``          the same over time, exactly, and ``overreserved_tokens``, ``mapped_tokens`` (if sequences shared no
+                      block); ``seconds`` it was measured for
 ``totals``            ``steps``, ``sequence_steps``, ``model_tokens``, ``device_busy_s``, ``end_s``
 ===================== ============================================================================================
 """

@@ -26,7 +26,7 @@ TWINPLANE_HOST_US: Points = ((0, 2.0), (64, 3.3), (256, 15.3), (1024, 65.0), (40
 # measured (1.16 ms at 64, 4.4 to 8.9 at 256, 19.2 to 22.3 at 1,024; 8.8 ms of output processing at 1,024 are left out).
 PYTHON_HOST_US: Points = ((0, 0.0), (64, 1160.0), (256, 4400.0), (1024, 19200.0))
 
-UNFINISHED, FINISHED, REFUSED = 0, 1, 2  # outcomes
+UNFINISHED, FINISHED, REFUSED, GIVEN_UP = 0, 1, 2, 3  # outcomes
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class Result:
             "requests": len(outcome),
             "finished": int((outcome == FINISHED).sum()),
             "refused": int((outcome == REFUSED).sum()),
+            "given_up": int((outcome == GIVEN_UP).sum()),
             "unfinished": int((outcome == UNFINISHED).sum()),
             "duration_s": float(totals["end_s"]),
             "requests_per_s": float((outcome == FINISHED).sum() / end_s),
@@ -137,6 +138,9 @@ class Result:
             "waiting_mean": averages["waiting"],
             "kv_held_share": _share(averages["held_tokens"], averages["capacity_tokens"]),
             "kv_allocated_share": _share(averages["allocated_tokens"], averages["capacity_tokens"]),
+            "kv_saved_by_sharing_share": 1.0 - _share(averages["allocated_tokens"], averages["mapped_tokens"])
+            if averages["mapped_tokens"]
+            else 0.0,
             "kv_waste_share": 1.0 - _share(averages["held_tokens"] + averages["reserved_tokens"], averages["allocated_tokens"])
             if averages["allocated_tokens"]
             else 0.0,

@@ -320,19 +320,22 @@ def _runs_of_blocks(stream: int, ids: Iterable[int], block: int, length: int) ->
 def _agentic(path: Path) -> Iterator[Row]:
     """One conversation of a coding agent a line; hash ids, local to it, as [first, count] of ``block`` tokens each.
 
-    Conversations have no start times, so requests come out in order within each: :func:`_agentic_times` places them.
+    Conversations have no start times, so requests come out in order within each: :func:`_agentic_times` places them. Requests that got no
+    answer are left out.
     """
     for conversation, line in enumerate(_json_lines(path)):
         block = line.integer("block", 1 << 16, 1)
         for where, request, start_s in _agentic_requests(line):
-            prompt = request.length("in")
+            prompt, output = request.length("in"), request.integer("out", MAX_LENGTH)
+            if output == 0:
+                continue
             runs = [Run(conversation, first * block, count * block) for first, count in _agentic_hashes(request)]
             hashed = sum(run.length for run in runs)
             if not hashed <= prompt < hashed + block:
                 raise request.fail(f"{hashed} hashed tokens do not make a prompt of {prompt} in blocks of {block}")
             if prompt != hashed:  # an incomplete block has no hash, and nobody shares it
                 runs.append(Run((1 << 61) + conversation, where << 20, prompt - hashed))
-            yield Row(start_s + request.number("t", _MAX_SECONDS), prompt, request.length("out"), runs, priority=conversation)
+            yield Row(start_s + request.number("t", _MAX_SECONDS), prompt, output, runs, priority=conversation)
 
 
 def _agentic_requests(line: _Line) -> Iterator[tuple[int, _Line, float]]:

@@ -64,6 +64,16 @@ def latency(data: Data) -> Iterator[Cell]:
             yield at_most(f"{model}: maximum ITL / that, budget {budget}", source, float(gaps_ms.max()) / step_ms, 1.3)
 
 
+def latency_target(data: Data) -> Iterator[Cell]:
+    """A budget that follows a target: large steps are allowed, and the cost model learns how large they may be."""
+    conversations = shuffled(data.trace("azure-conv"))
+    for model, target_ms in (("h100-llama-8b", 20.0), ("h100-llama-70b", 50.0)):
+        trace = conversations.limited(round(LATENCY_RATE[model] * 600)).retimed(LATENCY_RATE[model])
+        result = simulate("twinplane", trace, setup(model, 2048, itl_target_ms=target_ms))
+        p99_ms = float(np.percentile(result.itl_s, 99)) * 1e3
+        yield at_most(f"{model}: P99 ITL ms at a target of {target_ms:g} ms", "none", p99_ms, target_ms)
+
+
 def _saturated(system: str, trace: Trace, run: Setup) -> Result:
     """All requests are there from the start; two minutes, of which all count."""
     return simulate(system, trace.retimed(1e6), run, Window(stop_at_s=120.0))
@@ -92,5 +102,6 @@ def throughput(data: Data) -> Iterator[Cell]:
 
 GROUPS = (
     Group("inter-token latency", ("azure-conv",), latency),
+    Group("inter-token latency at a target", ("azure-conv",), latency_target),
     Group("throughput without sharing", ("sharegpt",), throughput),
 )

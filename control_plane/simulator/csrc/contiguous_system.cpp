@@ -82,6 +82,7 @@ Memory ContiguousSystem::memory() const {
     memory.overreserved += reserved_by(resident.request) - needed;
     memory.allocated += reserved_by(resident.request);
   }
+  memory.mapped = memory.allocated;
   return memory;
 }
 

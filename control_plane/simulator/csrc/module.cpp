@@ -95,6 +95,7 @@ nb::dict to_dict(const MemorySums& sums) {
   dict["reserved_tokens"] = sums.reserved / s;
   dict["overreserved_tokens"] = sums.overreserved / s;
   dict["allocated_tokens"] = sums.allocated / s;
+  dict["mapped_tokens"] = sums.mapped / s;
   dict["capacity_tokens"] = sums.capacity / s;
   dict["running"] = sums.running / s;
   dict["waiting"] = sums.waiting / s;

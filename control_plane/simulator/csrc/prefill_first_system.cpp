@@ -108,6 +108,7 @@ Memory PrefillFirstSystem::memory() const {
   memory.running = static_cast<uint32_t>(running_.size());
   memory.waiting = static_cast<uint32_t>(waiting_.size());
   for (const Job& job : running_) memory.held += job.computed;
+  memory.mapped = memory.allocated;
   return memory;
 }
 

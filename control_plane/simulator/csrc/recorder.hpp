@@ -12,19 +12,20 @@ namespace twinplane::simulator {
 
 inline constexpr Nanos kNever{std::numeric_limits<uint64_t>::max()};
 
-// KV memory at one moment, in tokens, and who is where. A contiguous manager's `allocated` is
-// held + reserved + overreserved; what is left of `capacity` is free, or lost to fragmentation.
+// KV memory at one moment, in tokens, and who is where. What several sequences share counts once, but in `mapped`. A
+// contiguous manager's `allocated` is held + reserved + overreserved; the rest of `capacity` is free, or fragmented.
 struct Memory {
   uint64_t held = 0;          // KV entries that are computed (or being computed by a step in flight)
   uint64_t reserved = 0;      // not computed yet, but will be
   uint64_t overreserved = 0;  // allocated and never to be used: internal fragmentation
   uint64_t allocated = 0;
+  uint64_t mapped = 0;  // what would be allocated if sequences shared no block
   uint64_t capacity = 0;
   uint32_t running = 0;
   uint32_t waiting = 0;
 };
 
-enum class Outcome : uint8_t { kUnfinished = 0, kFinished = 1, kRefused = 2 };
+enum class Outcome : uint8_t { kUnfinished = 0, kFinished = 1, kRefused = 2, kGivenUp = 3 };
 
 struct RequestRecord {
   Nanos first_scheduled = kNever;
@@ -44,13 +45,15 @@ struct MemorySample {
 
 // Sums over virtual time, in tokens (or requests) times seconds.
 struct MemorySums {
-  double held = 0, reserved = 0, overreserved = 0, allocated = 0, capacity = 0, running = 0, waiting = 0, seconds = 0;
+  double held = 0, reserved = 0, overreserved = 0, allocated = 0, mapped = 0, capacity = 0;
+  double running = 0, waiting = 0, seconds = 0;
 
   void add(const Memory& memory, double dt) {
     held += dt * static_cast<double>(memory.held);
     reserved += dt * static_cast<double>(memory.reserved);
     overreserved += dt * static_cast<double>(memory.overreserved);
     allocated += dt * static_cast<double>(memory.allocated);
+    mapped += dt * static_cast<double>(memory.mapped);
     capacity += dt * static_cast<double>(memory.capacity);
     running += dt * memory.running;
     waiting += dt * memory.waiting;
@@ -88,6 +91,9 @@ class Recorder {
     requests_[i].finish = now;
     close(requests_[i], Outcome::kFinished);
   }
+
+  // It ended before its answer was complete.
+  void give_up(size_t i) { close(requests_[i], Outcome::kGivenUp); }
 
   RequestRecord& request(size_t i) { return requests_[i]; }
   const std::vector<RequestRecord>& requests() const { return requests_; }

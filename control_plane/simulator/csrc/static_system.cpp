@@ -72,6 +72,7 @@ Memory StaticSystem::memory() const {
     memory.overreserved += options_.max_model_len - needed;
     memory.allocated += options_.max_model_len;
   }
+  memory.mapped = memory.allocated;
   return memory;
 }
 

@@ -121,7 +121,11 @@ void TwinplaneSystem::take_events(Nanos now) {
     if (!is_last) return;
     recorder_.request(i).preemptions = sequence.preemptions;
     recorder_.request(i).cached_tokens = sequence.cached_tokens.value;
-    recorder_.finish(i, now);
+    if (sequence.finish == core::FinishReason::kEos || sequence.finish == core::FinishReason::kLength) {
+      recorder_.finish(i, now);
+    } else {
+      recorder_.give_up(i);
+    }
     gate_.forget(sequence.id);
   });
 }
@@ -134,11 +138,18 @@ Memory TwinplaneSystem::memory() const {
   memory.capacity = uint64_t{blocks.total().value} * pool_.block_size.value;
   memory.running = static_cast<uint32_t>(population.running.size());
   memory.waiting = static_cast<uint32_t>(population.waiting.size());
+  uint64_t unused = 0;  // ends of last blocks; never shared
   for (size_t k = 0; k < population.running.size(); ++k) {
     const core::Sequence& sequence = population.running[k];
-    memory.held += sequence.num_computed.value;
-    memory.reserved += std::min(sequence.distance(), sequence.kv_limit() - sequence.num_computed).value;
+    const uint64_t mapped = uint64_t{sequence.num_blocks.value} * pool_.block_size.value;
+    // A token whose block is yet to be taken is not reserved, nor is the last one, which is never stored.
+    const uint64_t end = std::min<uint64_t>({sequence.known().value, sequence.kv_limit().value, mapped});
+    const uint64_t reserved = end - std::min<uint64_t>(end, sequence.num_computed.value);
+    memory.reserved += reserved;
+    memory.mapped += mapped;
+    unused += mapped - sequence.num_computed.value - reserved;
   }
+  memory.held = memory.allocated - memory.reserved - unused;
   return memory;
 }
 
