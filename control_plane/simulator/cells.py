@@ -101,6 +101,10 @@ class Data:
             self._loaded[name] = traces.load(self.path(name), format=FILES[name][1])
         return self._loaded[name]
 
+    def timed(self, name: str, *, rate: float, limit: int) -> Trace:
+        """The first ``limit`` requests, as a Poisson process. Raises MissingTraceError, TraceError."""
+        return traces.load(self.path(name), format=FILES[name][1], rate=rate, limit=limit)
+
 
 def lengths_between(trace: Trace, *, least: int, most: int) -> Trace:
     """Requests with at least ``least`` tokens of each kind and at most ``most`` together, each sharing nothing."""
@@ -119,6 +123,19 @@ def shuffled(trace: Trace, seed: int = 0) -> Trace:
     return of_lengths(trace.name, trace.prompt_tokens[order], trace.output_tokens[order])
 
 
+def with_prefix(trace: Trace, tokens: int) -> Trace:
+    """Every prompt begins with the same ``tokens`` tokens, and goes on with its own."""
+    rows = zip(trace.prompt_tokens, trace.output_tokens, strict=True)
+    own = len(trace)  # streams: 0 is everybody's, the others are one request's each
+    return traces.build(
+        f"{trace.name} behind {tokens} tokens",
+        (
+            traces.Row(None, tokens + int(p), int(o), [traces.Run(0, 0, tokens), traces.Run(own + i, 0, int(p))])
+            for i, (p, o) in enumerate(rows)
+        ),
+    )
+
+
 # --- measures that several cells take ---
 
 
@@ -128,20 +145,24 @@ def sustained(system: str, trace: Trace, setup: Setup, *, rate: float, seconds: 
     return simulate(system, requests, setup, Window(stop_at_s=requests.duration_s, measure_from_s=requests.duration_s / 5))
 
 
-def highest_rate(system: str, trace: Trace, setup: Setup, *, limit_s: float, seconds: float, most: float) -> float:
+def highest_rate(system: str, trace: Trace, setup: Setup, *, limit_s: float, seconds: float) -> float:
     """The highest rate of Poisson arrivals, kept up for ``seconds``, with a mean latency per token of at most ``limit_s``.
 
-    By bisection, to 1 %.
+    By bisection, to 1 %. The trace must be long enough for it.
     """
-    low, high = 0.0, most
-    while high - low > 0.01 * high:
-        rate = (low + high) / 2
+
+    def is_served(rate: float) -> bool:
         requests = trace.limited(max(1, round(rate * seconds))).retimed(rate)
-        result = simulate(system, requests, setup)
-        if result.normalized_latency_s.mean() <= limit_s:
-            low = rate
-        else:
-            high = rate
+        return bool(simulate(system, requests, setup).normalized_latency_s.mean() <= limit_s)
+
+    low, high = 0.0, 1.0
+    while is_served(high):
+        low, high = high, 2 * high
+        if high * seconds > len(trace):
+            raise ValueError(f"{trace.name} has {len(trace)} requests, too few for {high:g} per second over {seconds:g} s")
+    while high - low > 0.01 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_served(middle) else (low, middle)
     return low
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from simulator_rig import MS, flat_device, ms, random_trace, replay, token_device, trace_of
 from twinplane.control_plane import _core, _simulator
+from twinplane.control_plane.simulator import traces
+from twinplane.control_plane.simulator.traces import Row, Run
 
 FINISHED, REFUSED = 1, 2
 
@@ -98,6 +100,27 @@ def test_short_of_memory_the_scheduler_preempts_and_everyone_finishes():
     assert list(result["outcome"]) == [FINISHED] * 3 and list(result["tokens"]) == [40] * 3
     assert result["preempted"] == result["preemptions"].sum() > 0
     assert result["preemptions"][0] == 0  # the oldest never yields (INV-7)
+
+
+def test_a_prompt_that_was_there_before_is_not_computed_again():
+    # Blocks of 4, a millisecond a token. The second prompt shares 10 tokens with the first: two blocks, and half a block that is copied.
+    rows = [Row(0.0, 12, 1, [Run(0, 0, 12)]), Row(1.0, 12, 1, [Run(0, 0, 10), Run(1, 0, 2)]), Row(2.0, 12, 1, [Run(0, 0, 12)])]
+    result = replay(traces.build("shared", rows).native(), token_device(), block_size=4)
+    assert list(result["cached_tokens"]) == [0, 10, 11]  # the last token of a prompt is always computed
+    assert ms(result["first_token_s"] - result["arrival_s"]) == [12, 2, 1]
+
+
+def test_an_answer_is_part_of_the_next_prompt():
+    rows = [Row(0.0, 8, 9, [Run(0, 0, 8)]), Row(1.0, 20, 1, [Run(0, 0, 8), Run(traces.output_stream(0), 0, 9), Run(0, 8, 3)])]
+    result = replay(traces.build("chat", rows).native(), token_device(), block_size=4)
+    assert result["cached_tokens"][1] == 16  # 8 of the prompt, 8 of the answer: its last token was never computed
+
+
+def test_what_sequences_share_is_allocated_once():
+    rows = [Row(0.0, 64, 64, [Run(0, 0, 64)]), Row(0.0005, 65, 64, [Run(0, 0, 64), Run(1, 0, 1)])]
+    averages = replay(traces.build("shared", rows).native(), flat_device(1.0))["averages"]
+    assert averages["allocated_tokens"] < 0.8 * averages["mapped_tokens"]
+    assert averages["held_tokens"] + averages["reserved_tokens"] <= averages["allocated_tokens"]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -137,8 +137,14 @@ def test_a_suite_without_its_traces_says_which_are_missing(capsys, tmp_path):
     code, out, _ = simulate(capsys, "v1", "--json", "--data", str(tmp_path))
     assert code == 0
     found = json.loads(out.splitlines()[-1])["cells"]
-    assert {cell["verdict"] for cell in found} == {"missing"} and all(cell["got"] is None for cell in found)
-    assert any("azure2023_conv.csv" in cell["source"] for cell in found)
+    missing = {cell["name"]: cell for cell in found if cell["verdict"] == "missing"}
+    assert set(missing) == {group.name for group in v1.GROUPS if group.needs}
+    assert all(cell["got"] is None for cell in missing.values())
+    assert "azure2023_conv.csv" in missing["inter-token latency"]["source"]
+
+
+def test_a_cached_prompt_of_8000_tokens_answers_within_a_decode_step():
+    assert [cell.verdict for cell in v1.cached_prompt(cells.Data(None))] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize("suite", [paper, v1])
