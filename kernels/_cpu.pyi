@@ -18,7 +18,8 @@ KV cache of one layer
 
 Same answer, whatever the neighbours (INV-10)
     Each output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction set. A
-    linear output is one chain of fused multiply-adds over K in ascending order, for any number of rows. Attention is split at
+    linear output is one chain of fused multiply-adds over K in ascending order, for any number of rows; with int8 activations one of
+    exact integer sums of 32 products (Q6_K: 16), scaled and added in ascending order. Attention is split at
     absolute positions (every ATTENTION_SPLIT keys), the parts merged in ascending order. Denormals (below 1.2e-38) count as 0 on
     x86, whatever the caller's mode.
 """
@@ -30,7 +31,7 @@ from typing import Any, Literal, final
 Array = Any
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
 Isa = Literal["avx512", "avx2", "plain"]
-WeightKind = Literal["float32", "bfloat16", "Q8_0", "Q4_0", "Q4_1"]
+Activations = Literal["float", "int8"]
 
 ATTENTION_SPLIT: int  # 256 keys
 
@@ -58,28 +59,47 @@ def set_threads(n: int) -> None:
 
 @final
 class PackedLinear:
-    """``y = x W^T (+ bias)``: weights [N, K] packed once into column panels. Arithmetic is float32 over the exact stored
-    values."""
+    """``y = x W^T (+ bias)``: weights [N, K] packed once into column panels.
+
+    With ``activations="float"`` arithmetic is float32 over the exact stored values. With "int8", for quantized weights, each 32
+    values of a row of x become integers of -127 to 127 times a scale s = max |x| / 127, and products are summed as integers. Each
+    value of x is off by at most s / 2, so an output by at most the sum of s / 2 |w|, beside float rounding. A row that holds inf or
+    NaN gives NaN."""
 
     def __init__(self, weight: Array, bias: Array | None = None, dtype: Literal["float32", "bfloat16"] | None = None) -> None:
         """``weight [N, K]`` float32 or bf16 (row stride free); ``bias [N]`` float32. ``dtype`` is the storage (None: the weight's
         own); float32 given for bfloat16 storage is rounded to nearest even."""
     @staticmethod
-    def from_gguf(blocks: Array, kind: Literal["Q8_0", "Q4_0", "Q4_1"], bias: Array | None = None) -> PackedLinear:
-        """``blocks`` uint8 ``[N, K / 32 * block_bytes]`` in GGUF's own block format (34, 18, 20 bytes per 32 weights). The
-        values used are exactly those of gguf.dequantize."""
+    def from_gguf(
+        blocks: Array,
+        kind: Literal["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"],
+        bias: Array | None = None,
+        activations: Activations = "float",
+    ) -> PackedLinear:
+        """``blocks`` uint8 ``[N, bytes of a row]`` in GGUF's own block format (34, 18, 20 bytes per 32 weights; K-quants 144, 176,
+        210 per 256). The values stand for exactly those of gguf.dequantize."""
     @staticmethod
-    def quantize(weight: Array, kind: Literal["Q8_0", "Q4_0", "Q4_1"], bias: Array | None = None) -> PackedLinear:
+    def quantize(
+        weight: Array, kind: Literal["Q8_0", "Q4_0", "Q4_1"], bias: Array | None = None, activations: Activations = "float"
+    ) -> PackedLinear:
         """Quantize ``weight [N, K]`` float32 (K a multiple of 32) as GGUF's reference quantizers do, and pack."""
+    @staticmethod
+    def concat(parts: Sequence[PackedLinear]) -> PackedLinear:
+        """The rows of all parts, one after the other; packed weights are shared. Storage and activations may differ. Raises
+        ValueError if input features or instruction sets do."""
     @property
     def out_features(self) -> int: ...
     @property
     def in_features(self) -> int: ...
     @property
-    def kind(self) -> WeightKind: ...
+    def kind(self) -> str:
+        """float32, bfloat16 or GGUF's name; of several parts all that occur: "Q4_K+Q6_K"."""
+    @property
+    def activations(self) -> Activations:
+        """Whether any part takes them as int8."""
     @property
     def nbytes(self) -> int:
-        """Bytes of packed weights, padding included."""
+        """Bytes of packed weights, padding included. Q4_K and Q5_K take 148 and 180 bytes per 256 weights here."""
     @property
     def isa(self) -> Isa: ...
     def __call__(self, x: Array, out: Array, residual: Array | None = None, activation: Activation = "none") -> None:

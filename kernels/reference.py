@@ -23,8 +23,9 @@ from torch import Tensor
 
 # What a device implementation may replace.
 KV_GROUP = ("allocate_kv", "write_kv", "rope_write_kv", "paged_attention", "copy_blocks")
-LINEAR_GROUP = ("pack_linear", "pack_gguf", "linear", "linear_silu_mul", "gather")  # a packed weight is understood only by its packer
-GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1")  # block types `pack_gguf` takes
+# A packed weight is understood only by its packer.
+LINEAR_GROUP = ("pack_linear", "pack_gguf", "quantize_linear", "concat_linears", "linear", "linear_silu_mul", "gather")
+GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")  # block types `pack_gguf` takes
 OPERATIONS = ("rms_norm", "add_rms_norm", "rope_cos_sin", "rope", "silu_mul", "gelu_mul", *LINEAR_GROUP, *KV_GROUP)
 
 
@@ -93,6 +94,10 @@ class PackedLinear(NamedTuple):
     def out_features(self) -> int:
         return self.weight.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """Prepare weight [N, K] (and bias [N]) for `linear`, once, at load.
@@ -102,15 +107,33 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     return PackedLinear(weight, bias)
 
 
-def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None) -> PackedLinear:
-    """As `pack_linear`, from a weight in GGUF's own blocks: uint8 [N, K / 32 * block bytes], kind of `GGUF_KINDS`.
+def pack_gguf(blocks: Tensor, kind: str, bias: Tensor | None = None, activations: str = "float") -> PackedLinear:
+    """As `pack_linear`, from a weight in GGUF's own blocks: uint8 [N, bytes of a row], kind of `GGUF_KINDS`.
 
-    Stands for exactly the values ``gguf.dequantize`` gives.
+    Stands for exactly the values ``gguf.dequantize`` gives. With ``activations="int8"`` an implementation may round x to 8 bits
+    where it meets this weight, per 32 values with a scale of their own; here nothing is rounded.
     """
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     return PackedLinear(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind])), bias)
+
+
+def quantize_linear(weight: Tensor, kind: str, bias: Tensor | None = None, activations: str = "float") -> PackedLinear:
+    """`pack_gguf` of a plain weight [N, K], K a multiple of 32, rounded as GGUF's quantizers do (Q8_0, Q4_0, Q4_1)."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    return pack_gguf(torch.from_numpy(quantize(weight.float().numpy(), GGMLQuantizationType[kind])), kind, bias, activations)
+
+
+def concat_linears(parts: list[PackedLinear]) -> PackedLinear:
+    """The rows of all `parts`, one after the other, as one linear of the same input. Their formats may differ."""
+    weight = torch.cat([part.weight for part in parts])
+    if all(part.bias is None for part in parts):
+        return PackedLinear(weight, None)
+    biases = [torch.zeros(part.out_features, dtype=weight.dtype) if part.bias is None else part.bias for part in parts]
+    return PackedLinear(weight, torch.cat(biases))
 
 
 def gather(packed: PackedLinear, ids: Tensor) -> Tensor:

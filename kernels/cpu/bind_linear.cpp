@@ -1,7 +1,11 @@
+#include <algorithm>
+#include <initializer_list>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "kernels/cpu/arrays.hpp"
 #include "kernels/cpu/attention.hpp"
@@ -27,15 +31,41 @@ const char* kind_name(WeightKind kind) {
       return "Q4_0";
     case WeightKind::kQ4_1:
       return "Q4_1";
+    case WeightKind::kQ4_K:
+      return "Q4_K";
+    case WeightKind::kQ5_K:
+      return "Q5_K";
+    case WeightKind::kQ6_K:
+      return "Q6_K";
   }
   return "";
 }
 
-WeightKind parse_quantized(const std::string& name) {
-  for (const WeightKind kind : {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1}) {
-    if (name == kind_name(kind)) return kind;
+// Those of the parts in order, each once: "Q4_K+Q6_K".
+std::string kind_names(const PackedLinear& linear) {
+  std::string names;
+  std::vector<WeightKind> seen;
+  for (const WeightKind kind : linear.kinds()) {
+    if (std::find(seen.begin(), seen.end(), kind) != seen.end()) continue;
+    seen.push_back(kind);
+    names += (names.empty() ? "" : "+") + std::string(kind_name(kind));
   }
-  throw nb::value_error(("kind must be Q8_0, Q4_0 or Q4_1, got " + name).c_str());
+  return names;
+}
+
+WeightKind parse_kind(const std::string& name, std::initializer_list<WeightKind> known) {
+  std::string names;
+  for (const WeightKind kind : known) {
+    if (name == kind_name(kind)) return kind;
+    names += (names.empty() ? "" : ", ") + std::string(kind_name(kind));
+  }
+  throw nb::value_error(("kind must be one of " + names + ", got " + name).c_str());
+}
+
+Activations parse_activations(const std::string& name) {
+  if (name == "float") return Activations::kFloat;
+  if (name == "int8") return Activations::kInt8;
+  throw nb::value_error(("activations must be float or int8, got " + name).c_str());
 }
 
 WeightKind parse_storage(const nb::object& dtype, Dtype own) {
@@ -71,10 +101,13 @@ PackedLinear pack(nb::handle weight, const nb::object& bias, const nb::object& d
   return PackedLinear::from_bf16(w.data<const Bf16>(), w.stride(0), w.size(0), w.size(1), storage, b.data());
 }
 
-PackedLinear pack_gguf(nb::handle blocks, const std::string& kind_text, const nb::object& bias) {
-  const WeightKind kind = parse_quantized(kind_text);
+PackedLinear pack_gguf(nb::handle blocks, const std::string& kind_text, const nb::object& bias,
+                       const std::string& activations_text) {
+  const WeightKind kind = parse_kind(kind_text, {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1,
+                                                 WeightKind::kQ4_K, WeightKind::kQ5_K, WeightKind::kQ6_K});
+  const Activations activations = parse_activations(activations_text);
   const Array b(blocks, "blocks");
-  b.of({Dtype::kUint8}).shaped({kAny, kAny}, "[N, K / 32 * block_bytes]").contiguous();
+  b.of({Dtype::kUint8}).shaped({kAny, kAny}, "[N, bytes of a row's blocks]").contiguous();
   const int64_t block_bytes = static_cast<int64_t>(gguf_block_bytes(kind));
   if (b.size(1) % block_bytes != 0) {
     b.fail("has lines of " + std::to_string(b.size(1)) + " bytes, which is no multiple of the " +
@@ -82,12 +115,15 @@ PackedLinear pack_gguf(nb::handle blocks, const std::string& kind_text, const nb
   }
   const Bias bias_values(bias, b.size(0));
   const nb::gil_scoped_release unlocked;
-  return PackedLinear::from_gguf(b.data<const uint8_t>(), b.size(0), b.size(1) / block_bytes * kGroup, kind,
-                                 bias_values.data());
+  return PackedLinear::from_gguf(b.data<const uint8_t>(), b.size(0),
+                                 b.size(1) / block_bytes * gguf_block_weights(kind), kind, bias_values.data(),
+                                 activations);
 }
 
-PackedLinear quantize(nb::handle weight, const std::string& kind_text, const nb::object& bias) {
-  const WeightKind kind = parse_quantized(kind_text);
+PackedLinear quantize(nb::handle weight, const std::string& kind_text, const nb::object& bias,
+                      const std::string& activations_text) {
+  const WeightKind kind = parse_kind(kind_text, {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1});
+  const Activations activations = parse_activations(activations_text);
   const Array w(weight, "weight");
   w.of({kF32}).shaped({kAny, kAny}, "[N, K]").contiguous_last(1);
   if (w.size(1) % kGroup != 0)
@@ -100,7 +136,15 @@ PackedLinear quantize(nb::handle weight, const std::string& kind_text, const nb:
   Pool::instance().run(w.size(0), 0, [&](int64_t row, void*) {
     quantize_gguf(w.data<const float>() + row * w.stride(0), groups, kind, blocks.data() + row * line);
   });
-  return PackedLinear::from_gguf(blocks.data(), w.size(0), w.size(1), kind, bias_values.data());
+  return PackedLinear::from_gguf(blocks.data(), w.size(0), w.size(1), kind, bias_values.data(), activations);
+}
+
+PackedLinear concat(const std::vector<const PackedLinear*>& parts) {
+  try {
+    return PackedLinear::concat(parts);
+  } catch (const std::invalid_argument& error) {
+    throw nb::value_error(error.what());
+  }
 }
 
 Rows rows_of(const Array& x, int64_t columns) {
@@ -194,11 +238,15 @@ void bind_linear(nb::module_& m) {
             new (self) PackedLinear(pack(weight, bias, dtype));
           },
           nb::arg("weight"), nb::arg("bias") = nb::none(), nb::arg("dtype") = nb::none())
-      .def_static("from_gguf", pack_gguf, nb::arg("blocks"), nb::arg("kind"), nb::arg("bias") = nb::none())
-      .def_static("quantize", quantize, nb::arg("weight"), nb::arg("kind"), nb::arg("bias") = nb::none())
+      .def_static("from_gguf", pack_gguf, nb::arg("blocks"), nb::arg("kind"), nb::arg("bias") = nb::none(),
+                  nb::arg("activations") = "float")
+      .def_static("quantize", quantize, nb::arg("weight"), nb::arg("kind"), nb::arg("bias") = nb::none(),
+                  nb::arg("activations") = "float")
+      .def_static("concat", concat, nb::arg("parts"))
       .def_prop_ro("out_features", &PackedLinear::out_features)
       .def_prop_ro("in_features", &PackedLinear::in_features)
-      .def_prop_ro("kind", [](const PackedLinear& self) { return kind_name(self.kind()); })
+      .def_prop_ro("kind", kind_names)
+      .def_prop_ro("activations", [](const PackedLinear& self) { return self.integer() ? "int8" : "float"; })
       .def_prop_ro("nbytes", &PackedLinear::nbytes)
       .def_prop_ro("isa", &PackedLinear::isa)
       .def("__call__", call, nb::arg("x"), nb::arg("out"), nb::arg("residual") = nb::none(),

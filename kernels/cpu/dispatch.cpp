@@ -26,7 +26,8 @@ const Kernels* find(const char* name) {
   const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (std::strcmp(name, "avx512") == 0 && has_avx2 && __builtin_cpu_supports("avx512f") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni"))
     return &avx512::kTable;
   if (std::strcmp(name, "avx2") == 0 && has_avx2) return &avx2::kTable;
 #endif

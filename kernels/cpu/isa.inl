@@ -3,6 +3,7 @@
 // vectorizer, whose choice may differ between the body and the tail of a loop.
 #include <math.h>
 
+#include "kernels/cpu/formats.hpp"
 #include "kernels/cpu/half.hpp"
 #include "kernels/cpu/kernels.hpp"
 
@@ -10,6 +11,10 @@
 #include "kernels/cpu/unroll.inl"
 
 #include "kernels/cpu/elementwise.inl"
+
+#include "kernels/cpu/dense.inl"
+
+#include "kernels/cpu/quantized.inl"
 
 #include "kernels/cpu/linear.inl"
 
@@ -23,6 +28,8 @@ const Kernels kTable = {
     .panel_columns = kPanelColumns,
     .strip_rows = kStripRows,
     .panel_product = panel_product,
+    .integer_product = integer_product,
+    .quantize_activations = quantize_activations,
     .linear_epilogue = linear_epilogue,
     .gated_epilogue = gated_epilogue,
     .attention_scratch = attention_scratch,

@@ -12,7 +12,7 @@
 namespace twinplane::kernels {
 
 inline constexpr int64_t kLanes = 16;        // of the vector the kernels are written in, on any processor
-inline constexpr int64_t kGroup = 32;        // weights that share a scale in GGUF's Q8_0, Q4_0, Q4_1
+inline constexpr int64_t kGroup = 32;        // weights per group of the quantized formats (formats.hpp)
 inline constexpr int64_t kPanelRows = 96;    // rows of x that one panel product takes at most
 inline constexpr int64_t kDepthBlock = 256;  // K is walked in steps of this (a multiple of kGroup)
 inline constexpr int64_t kMaxPanelColumns = 32;
@@ -23,8 +23,17 @@ struct Bf16 {
   uint16_t bits;
 };
 
-enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1 };
+enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K };
 enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+
+// Each 32 values of a row of x as int8: x[k] is about scale * numbers[k], off by at most scale / 2.
+struct ActivationGroup {
+  float scale;         // greatest magnitude / 127; NaN if a value was not finite
+  float weighted_sum;  // scale * sum of the numbers
+  int32_t sums[2];     // of numbers 0 .. 15 and 16 .. 31
+  int8_t numbers[kGroup];
+};
+static_assert(sizeof(ActivationGroup) == 48);
 
 // acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. The sum is one
 // chain of multiply-adds in ascending k, whatever `rows` is: cutting K into steps only parks the chain in memory
@@ -38,6 +47,18 @@ struct PanelProduct {
   int64_t rows;     // 1 .. kPanelRows
   float* acc;       // [rows, panel_columns], contiguous
   float* unpacked;  // scratch of kDepthBlock * panel_columns floats
+};
+
+// The same product for quantized weights, with x quantized too. Within a group (a part of it, where parts have scales of
+// their own) the sum is one of integers, exact; the parts' sums enter acc scaled, in ascending order of k.
+struct IntegerProduct {
+  const void* panel;
+  WeightKind kind;
+  int64_t depth;
+  const ActivationGroup* x;  // [rows][depth / kGroup]
+  int64_t x_stride;          // groups between rows
+  int64_t rows;
+  float* acc;
 };
 
 // out = activation(acc + bias) + residual, for the first `columns` columns.
@@ -112,6 +133,9 @@ struct Kernels {
   int64_t strip_rows;  // rows one micro-kernel takes at most
 
   void (*panel_product)(const PanelProduct&);
+  void (*integer_product)(const IntegerProduct&);
+  // One row of x, a multiple of kGroup long. Values below 1e-30 in magnitude count as zero.
+  void (*quantize_activations)(const float* x, int64_t depth, ActivationGroup* out);
   void (*linear_epilogue)(const LinearEpilogue&);
   void (*gated_epilogue)(const GatedEpilogue&);
 

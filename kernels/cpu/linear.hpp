@@ -1,11 +1,13 @@
 // Linear layers over packed weights.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <memory>
 #include <vector>
 
+#include "kernels/cpu/blocks.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "kernels/cpu/pool.hpp"
 
@@ -23,20 +25,33 @@ struct MutableRows {
   int64_t stride;
 };
 
-// Weights [out_features, in_features] in column panels; the layout inside a panel is drawn in linear.inl.
+// How x meets quantized weights: as it is, or in groups of 8-bit integers (IntegerProduct). Others always take floats.
+enum class Activations : uint8_t { kFloat, kInt8 };
+
+// Weights [out_features, in_features] in column panels; the layouts inside a panel are drawn in dense.inl, formats.hpp.
+//
+// It consists of parts, each with panels of its own (and so the last one of each part may be narrower than the others):
+// one as packed, or those of several linears after concat(). Packed weights are shared, never changed.
 class PackedLinear {
  public:
-  // Each copies what it is given; `bias` may be null. in_features of quantized kinds is a multiple of kGroup.
+  // Each copies what it is given; `bias` may be null. in_features of quantized kinds is a multiple of their block.
   static PackedLinear from_float(const float* weight, int64_t stride, int64_t out, int64_t in, WeightKind storage,
                                  const float* bias);
   static PackedLinear from_bf16(const Bf16* weight, int64_t stride, int64_t out, int64_t in, WeightKind storage,
                                 const float* bias);
-  static PackedLinear from_gguf(const uint8_t* blocks, int64_t out, int64_t in, WeightKind kind, const float* bias);
+  static PackedLinear from_gguf(const uint8_t* blocks, int64_t out, int64_t in, WeightKind kind, const float* bias,
+                                Activations activations);
+  // The rows of all parts, one after the other; kinds may differ. Throws std::invalid_argument if in_features or
+  // instruction sets do, or if there are none.
+  static PackedLinear concat(const std::vector<const PackedLinear*>& parts);
 
   int64_t out_features() const { return out_; }
   int64_t in_features() const { return in_; }
-  WeightKind kind() const { return kind_; }
-  size_t nbytes() const { return panels() * panel_bytes_; }
+  // Of each part.
+  std::vector<WeightKind> kinds() const;
+  // Whether any weight meets x as integers.
+  bool integer() const;
+  size_t nbytes() const;
   const char* isa() const { return kernels_->name; }
 
   // out = activation(x W^T + bias) + residual; residual null: none, may be out.
@@ -48,34 +63,48 @@ class PackedLinear {
   void unpack_row(int64_t id, float* out) const;
 
  private:
-  PackedLinear(int64_t out, int64_t in, WeightKind kind, const float* bias);
+  struct Part {
+    WeightKind kind;
+    Activations activations;
+    size_t nbytes;
+    std::shared_ptr<Scratch> data;
+  };
+  struct Panel {
+    uint8_t* data;
+    WeightKind kind;
+    bool integer;
+    int64_t column;   // its first, of the whole
+    int64_t columns;  // used
+  };
+  // x as the panels want it.
+  struct Input {
+    Rows x;
+    const ActivationGroup* groups;  // [rows][in_features / kGroup], or null
+  };
+
+  PackedLinear(int64_t out, int64_t in, WeightKind kind, const float* bias, Activations activations);
+  PackedLinear() = default;
   template <class Source>
   void pack_dense(const Source* weight, int64_t stride);
 
-  size_t panels() const { return static_cast<size_t>((out_ + columns_ - 1) / columns_); }
-  const uint8_t* panel(int64_t i) const {
-    return static_cast<const uint8_t*>(data_->data()) + static_cast<size_t>(i) * panel_bytes_;
-  }
-  uint8_t* panel(int64_t i) { return static_cast<uint8_t*>(data_->data()) + static_cast<size_t>(i) * panel_bytes_; }
+  size_t panel_bytes() const { return nbytes() / std::max<size_t>(panels_.size(), 1); }
   const float* bias_at(int64_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
   size_t scratch_bytes(int64_t panels_at_once) const;
-  void multiply(int64_t panel_index, const Rows& x, int64_t row, int64_t rows, float* acc, float* unpacked) const;
-  void run_gated_aligned(Pool& pool, const Rows& x, MutableRows out, Activation activation) const;
+  Input input(Pool& pool, const Rows& x) const;
+  void multiply(const Panel& panel, const Input& x, int64_t row, int64_t rows, float* acc, float* unpacked) const;
+  bool halves_pair_up() const;
+  void run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, Activation activation) const;
 
-  const Kernels* kernels_;  // those it was packed for: the panel width is theirs
-  int64_t out_;
-  int64_t in_;
-  int64_t columns_;  // per panel
-  WeightKind kind_;
-  size_t panel_bytes_;
-  std::unique_ptr<Scratch> data_;
+  const Kernels* kernels_ = nullptr;  // those it was packed for: the panel width is theirs
+  int64_t out_ = 0;
+  int64_t in_ = 0;
+  int64_t columns_ = 0;  // per panel, padding included
+  std::vector<Part> parts_;
+  std::vector<Panel> panels_;
   std::vector<float> bias_;
 };
 
-// Bytes of GGUF's block of kGroup weights.
-size_t gguf_block_bytes(WeightKind kind);
-
-// GGUF's reference quantizers: `groups` blocks from 32 floats each.
+// GGUF's reference quantizers: `groups` blocks from 32 floats each. Q8_0, Q4_0 and Q4_1 only.
 void quantize_gguf(const float* values, int64_t groups, WeightKind kind, uint8_t* blocks);
 
 }  // namespace twinplane::kernels

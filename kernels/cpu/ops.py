@@ -1,7 +1,7 @@
 """The native CPU kernels in the form of `kernels/reference.py`: same names, signatures and meaning, torch tensors in and out.
 
-Hidden states are float32. Weights are stored as float32, bfloat16 or in GGUF's 8- and 4-bit blocks, the cache as float32 or bfloat16; all
-arithmetic is float32. Another floating dtype of an argument (a bfloat16 model of the fallback) is converted here, and the result back.
+Hidden states are float32. Weights are stored as float32, bfloat16 or in GGUF's blocks of 8 to 4 bits, the cache as float32 or bfloat16.
+Arithmetic is float32, except for weights packed with ``activations="int8"``, which meet x as integers. Another floating dtype of an argument (a bfloat16 model of the fallback) is converted here, and the result back.
 
 Unlike the reference, each output row is bit-identical whatever the batch around it (INV-10).
 """
@@ -19,6 +19,7 @@ __all__ = [
     "add_rms_norm",
     "allocate_kv",
     "argmax",
+    "concat_linears",
     "copy_blocks",
     "gather",
     "gelu_mul",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 QuantizedKind = Literal["Q8_0", "Q4_0", "Q4_1"]
+GGUFKind = Literal["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"]
+Activations = Literal["float", "int8"]
 
 
 def _float(x: Tensor) -> Tensor:
@@ -109,15 +112,19 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     return PackedLinear(stored.contiguous(), None if bias is None else _contiguous_float(bias))
 
 
-def pack_gguf(blocks: Tensor, kind: QuantizedKind, bias: Tensor | None = None) -> PackedLinear:
-    """A linear from GGUF blocks as they lie in the file: uint8 [N, K / 32 * block bytes]. Computes exactly what the dequantized
-    weight would."""
-    return PackedLinear.from_gguf(blocks.contiguous(), kind, None if bias is None else _contiguous_float(bias))
+def pack_gguf(blocks: Tensor, kind: GGUFKind, bias: Tensor | None = None, activations: Activations = "float") -> PackedLinear:
+    """See reference.pack_gguf. With float activations it computes exactly what the dequantized weight would."""
+    return PackedLinear.from_gguf(blocks.contiguous(), kind, None if bias is None else _contiguous_float(bias), activations)
 
 
-def quantize_linear(weight: Tensor, kind: QuantizedKind, bias: Tensor | None = None) -> PackedLinear:
-    """Quantize a float weight [N, K] (K a multiple of 32) as GGUF's reference quantizers do."""
-    return PackedLinear.quantize(_contiguous_float(weight), kind, None if bias is None else _contiguous_float(bias))
+def quantize_linear(weight: Tensor, kind: QuantizedKind, bias: Tensor | None = None, activations: Activations = "float") -> PackedLinear:
+    """See reference.quantize_linear."""
+    return PackedLinear.quantize(_contiguous_float(weight), kind, None if bias is None else _contiguous_float(bias), activations)
+
+
+def concat_linears(parts: list[PackedLinear]) -> PackedLinear:
+    """See reference.concat_linears. Packed weights are shared, not copied."""
+    return PackedLinear.concat(parts)
 
 
 def linear(x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:

@@ -12,7 +12,8 @@ namespace twinplane::kernels::avx2 {
 inline constexpr const char* kName = "avx2";
 inline constexpr int kPanelVectors = 1;
 inline constexpr int kStripRows = 6;  // 12 of 16 registers accumulate
-inline constexpr int kUnpackRows = 4;
+inline constexpr int kUnpackRows = 3;
+inline constexpr int kIntegerRows = 4;
 inline constexpr int kRegisters = 8;  // of 16 floats: pairs of 256 bits
 
 struct F16 {
@@ -96,15 +97,81 @@ struct F16 {
   }
 };
 
-// Byte i holds column i in its low and column i + 8 in its high half.
-template <int Offset>
-inline void load_nibbles(const uint8_t* p, F16 (&out)[kPanelVectors]) {
-  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
-  const __m256i high = _mm256_srli_epi32(bytes, 4);
-  const __m256i offset = _mm256_set1_epi32(Offset);
-  out[0].lo = _mm256_cvtepi32_ps(_mm256_sub_epi32(low, offset));
-  out[0].hi = _mm256_cvtepi32_ps(_mm256_sub_epi32(high, offset));
-}
+struct Words {
+  __m256i lo;
+  __m256i hi;
+
+  static Words load(const uint8_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+  }
+  static Words broadcast(const int8_t* p) {
+    int32_t quad;
+    __builtin_memcpy(&quad, p, sizeof quad);
+    return {_mm256_set1_epi32(quad), _mm256_set1_epi32(quad)};
+  }
+  template <int High>
+  Words nibbles() const {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(High ? _mm256_srli_epi32(lo, 4) : lo, mask),
+            _mm256_and_si256(High ? _mm256_srli_epi32(hi, 4) : hi, mask)};
+  }
+  template <int Bits>
+  Words with_high(Words high) const {
+    const __m256i mask = _mm256_set1_epi8((1 << Bits) - 1);
+    return {_mm256_or_si256(lo, _mm256_slli_epi32(_mm256_and_si256(high.lo, mask), 4)),
+            _mm256_or_si256(hi, _mm256_slli_epi32(_mm256_and_si256(high.hi, mask), 4))};
+  }
+  template <int Bits>
+  Words shifted() const {
+    return {_mm256_srli_epi32(lo, Bits), _mm256_srli_epi32(hi, Bits)};
+  }
+  template <int J>
+  F16 byte() const {
+    const __m256i mask = _mm256_set1_epi32(255);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(lo, 8 * J), mask)),
+            _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(hi, 8 * J), mask))};
+  }
+  template <int J>
+  F16 signed_byte() const {
+    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(lo, 24 - 8 * J), 24)),
+            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(hi, 24 - 8 * J), 24))};
+  }
+  template <int J, int Offset>
+  F16 nibble() const {
+    const F16 number = byte<J>();
+    return Offset == 0 ? number : number - F16::broadcast(Offset);
+  }
+};
+
+// AVX2 multiplies unsigned by signed bytes and adds neighbours in 16 bits, saturating. Numbers below 16 are small enough
+// to add a whole group in 16 bits (8 quads * 2 * 15 * 127 < 2^15); signed ones give their sign to x first.
+template <int Greatest, bool Signed>
+struct Dot {
+  static constexpr int32_t kOffset = 0;
+  static constexpr bool kNarrow = Greatest < 16;
+  __m256i lo;  // 32-bit sums, or pairs of 16-bit ones if narrow
+  __m256i hi;
+
+  static Dot zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  void add(Words numbers, Words quad) {
+    lo = plus(lo, numbers.lo, quad.lo);
+    hi = plus(hi, numbers.hi, quad.hi);
+  }
+  F16 minus(int32_t correction) const {
+    const __m256i less = _mm256_set1_epi32(correction);
+    return {_mm256_cvtepi32_ps(_mm256_sub_epi32(wide(lo), less)),
+            _mm256_cvtepi32_ps(_mm256_sub_epi32(wide(hi), less))};
+  }
+
+ private:
+  static __m256i plus(__m256i sums, __m256i numbers, __m256i quad) {
+    const __m256i products = Signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(numbers), _mm256_sign_epi8(quad, numbers))
+                                    : _mm256_maddubs_epi16(numbers, quad);
+    if constexpr (kNarrow) return _mm256_add_epi16(sums, products);
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+  }
+  static __m256i wide(__m256i sums) { return kNarrow ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums; }
+};
 
 }  // namespace twinplane::kernels::avx2

@@ -1,4 +1,4 @@
-// F16, a vector of 16 floats, on AVX-512 (F, BW, VL, DQ).
+// F16, a vector of 16 floats, on AVX-512 (F, BW, VL, DQ, VNNI).
 //
 // simd_avx512.hpp, simd_avx2.hpp and simd_plain.hpp offer the same class in a namespace each. Nothing here may be a
 // non-inlined function or a template of the standard library: the linker keeps one copy of those, and it might be the
@@ -16,7 +16,8 @@ namespace twinplane::kernels::avx512 {
 inline constexpr const char* kName = "avx512";
 inline constexpr int kPanelVectors = 2;  // a panel is so many vectors wide
 inline constexpr int kStripRows = 12;    // 24 of 32 registers accumulate
-inline constexpr int kUnpackRows = 8;    // from more rows on, quantized panels are unpacked first
+inline constexpr int kUnpackRows = 6;    // from more rows on, quantized panels are unpacked first
+inline constexpr int kIntegerRows = 8;   // rows of an integer product: 16 registers accumulate
 inline constexpr int kRegisters = 32;    // of 16 floats each
 
 struct F16 {
@@ -69,16 +70,66 @@ struct F16 {
   static __mmask16 first(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : n <= 0 ? 0u : (1u << n) - 1); }
 };
 
-// The 4-bit numbers of one k of a panel: byte i holds column i in its low and column i + 16 in its high half. The
-// permutation looks at 4 bits of each index only, so it is mask, conversion and offset in one.
-template <int Offset>
-inline void load_nibbles(const uint8_t* p, F16 (&out)[kPanelVectors]) {
-  const __m512 table = _mm512_setr_ps(0 - Offset, 1 - Offset, 2 - Offset, 3 - Offset, 4 - Offset, 5 - Offset,
-                                      6 - Offset, 7 - Offset, 8 - Offset, 9 - Offset, 10 - Offset, 11 - Offset,
-                                      12 - Offset, 13 - Offset, 14 - Offset, 15 - Offset);
-  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  out[0].v = _mm512_permutexvar_ps(bytes, table);
-  out[1].v = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
-}
+// 16 lanes of 4 bytes: numbers of 16 columns, or one quad of x for all of them.
+struct Words {
+  __m512i v;
+
+  static Words load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+  static Words broadcast(const int8_t* p) {
+    int32_t quad;
+    __builtin_memcpy(&quad, p, sizeof quad);
+    return {_mm512_set1_epi32(quad)};
+  }
+  // The low (0) or high (1) halves of all bytes.
+  template <int High>
+  Words nibbles() const {
+    return {_mm512_and_si512(High ? _mm512_srli_epi32(v, 4) : v, _mm512_set1_epi8(15))};
+  }
+  // With the lowest Bits of each byte of `high` above the low half.
+  template <int Bits>
+  Words with_high(Words high) const {
+    const __m512i bits = _mm512_and_si512(high.v, _mm512_set1_epi8((1 << Bits) - 1));
+    return {_mm512_or_si512(v, _mm512_slli_epi32(bits, 4))};
+  }
+  template <int Bits>
+  Words shifted() const {
+    return {_mm512_srli_epi32(v, Bits)};
+  }
+  // Byte J of each lane as a float.
+  template <int J>
+  F16 byte() const {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, 8 * J), _mm512_set1_epi32(255)))};
+  }
+  template <int J>
+  F16 signed_byte() const {
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * J), 24))};
+  }
+  // Byte J, below 16, less Offset. The permutation looks at 4 bits of each index only, so it is mask, conversion and
+  // offset in one.
+  template <int J, int Offset>
+  F16 nibble() const {
+    const __m512 table = _mm512_setr_ps(0 - Offset, 1 - Offset, 2 - Offset, 3 - Offset, 4 - Offset, 5 - Offset,
+                                        6 - Offset, 7 - Offset, 8 - Offset, 9 - Offset, 10 - Offset, 11 - Offset,
+                                        12 - Offset, 13 - Offset, 14 - Offset, 15 - Offset);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, 8 * J), table)};
+  }
+};
+
+// Sums of products of numbers (0 .. Greatest, or Signed) and bytes of x (-127 .. 127), a lane for each column.
+template <int Greatest, bool Signed>
+struct Dot {
+  static constexpr int32_t kOffset = Signed ? 128 : 0;  // numbers count as so much more
+  __m512i v;
+
+  static Dot zero() { return {_mm512_setzero_si512()}; }
+  void add(Words numbers, Words quad) {
+    // Flipping the highest bit adds 128, and makes unsigned numbers of signed ones.
+    const __m512i bytes = Signed ? _mm512_xor_si512(numbers.v, _mm512_set1_epi8(-128)) : numbers.v;
+    v = _mm512_dpbusd_epi32(v, bytes, quad.v);
+  }
+  F16 minus(int32_t correction) const {
+    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(v, _mm512_set1_epi32(correction)))};
+  }
+};
 
 }  // namespace twinplane::kernels::avx512

@@ -15,6 +15,7 @@ inline constexpr const char* kName = "plain";
 inline constexpr int kPanelVectors = 1;
 inline constexpr int kStripRows = 4;
 inline constexpr int kUnpackRows = 2;
+inline constexpr int kIntegerRows = 4;
 inline constexpr int kRegisters = 8;  // of 16 floats, if there were any
 
 struct F16 {
@@ -114,10 +115,66 @@ struct F16 {
   }
 };
 
-// Byte i holds column i in its low and column i + 8 in its high half.
-template <int Offset>
-inline void load_nibbles(const uint8_t* p, F16 (&out)[kPanelVectors]) {
-  out[0] = F16::each([&](int i) { return static_cast<float>((i < 8 ? p[i] & 15 : p[i - 8] >> 4) - Offset); });
-}
+struct Words {
+  uint8_t v[kLanes][4];
+
+  template <class Function>
+  static Words each(const Function& function) {
+    Words out;
+    for (int i = 0; i < kLanes; ++i) {
+      for (int j = 0; j < 4; ++j) out.v[i][j] = static_cast<uint8_t>(function(i, j));
+    }
+    return out;
+  }
+  static Words load(const uint8_t* p) {
+    return each([&](int i, int j) { return p[4 * i + j]; });
+  }
+  static Words broadcast(const int8_t* p) {
+    return each([&](int, int j) { return p[j]; });
+  }
+  template <int High>
+  Words nibbles() const {
+    return each([&](int i, int j) { return High ? v[i][j] >> 4 : v[i][j] & 15; });
+  }
+  template <int Bits>
+  Words with_high(const Words& high) const {
+    return each([&](int i, int j) { return v[i][j] | (high.v[i][j] & ((1 << Bits) - 1)) << 4; });
+  }
+  template <int Bits>
+  Words shifted() const {
+    return each([&](int i, int j) { return v[i][j] >> Bits; });
+  }
+  template <int J>
+  F16 byte() const {
+    return F16::each([&](int i) { return static_cast<float>(v[i][J]); });
+  }
+  template <int J>
+  F16 signed_byte() const {
+    return F16::each([&](int i) { return static_cast<float>(static_cast<int8_t>(v[i][J])); });
+  }
+  template <int J, int Offset>
+  F16 nibble() const {
+    return F16::each([&](int i) { return static_cast<float>(v[i][J] - Offset); });
+  }
+};
+
+template <int Greatest, bool Signed>
+struct Dot {
+  static constexpr int32_t kOffset = 0;
+  int32_t v[kLanes];
+
+  static Dot zero() { return {}; }
+  void add(const Words& numbers, const Words& quad) {
+    for (int i = 0; i < kLanes; ++i) {
+      for (int j = 0; j < 4; ++j) {
+        const int32_t number = Signed ? static_cast<int8_t>(numbers.v[i][j]) : numbers.v[i][j];
+        v[i] += number * static_cast<int8_t>(quad.v[i][j]);
+      }
+    }
+  }
+  F16 minus(int32_t correction) const {
+    return F16::each([&](int i) { return static_cast<float>(v[i] - correction); });
+  }
+};
 
 }  // namespace twinplane::kernels::plain

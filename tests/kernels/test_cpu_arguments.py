@@ -55,8 +55,12 @@ def test_packing_names_what_is_wrong() -> None:
     refused("^weight must be float32 or bfloat16", _cpu.PackedLinear, torch.zeros(3, 3, dtype=torch.float64))
     refused(r"^bias must be \[N\] = \[3\], got \[4\]", _cpu.PackedLinear, torch.zeros(3, 3), torch.zeros(4))
     refused("^dtype must be float32 or bfloat16, got float16", _cpu.PackedLinear, torch.zeros(3, 3), None, "float16")
-    refused("^kind must be Q8_0, Q4_0 or Q4_1, got Q5_K", _cpu.PackedLinear.quantize, torch.zeros(3, 32), "Q5_K")
+    refused("^kind must be one of Q8_0, Q4_0, Q4_1, got Q5_K", _cpu.PackedLinear.quantize, torch.zeros(3, 32), "Q5_K")
     refused("^weight has 33 columns; Q4_0 needs a multiple of 32", _cpu.PackedLinear.quantize, torch.zeros(3, 33), "Q4_0")
+    refused("^activations must be float or int8, got int4", _cpu.PackedLinear.quantize, torch.zeros(3, 32), "Q8_0", None, "int4")
+    refused("^there are no linears to concatenate", _cpu.PackedLinear.concat, [])
+    narrow, wide = _cpu.PackedLinear(torch.zeros(3, 3)), _cpu.PackedLinear(torch.zeros(3, 4))
+    refused("^linears of 3 and 4 input features can not be concatenated", _cpu.PackedLinear.concat, [narrow, wide])
     refused("^blocks has lines of 35 bytes, .* 34", _cpu.PackedLinear.from_gguf, np.zeros((2, 35), np.uint8), "Q8_0")
 
 

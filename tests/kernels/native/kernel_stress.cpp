@@ -35,7 +35,25 @@ Floats random_floats(int64_t count, uint32_t seed) {
   return values;
 }
 
-kernels::PackedLinear pack(WeightKind kind, int64_t out, int64_t in, const Floats& bias) {
+// K-quants of any numbers and scales; the half-precision ones (1/64) are told by where no byte is random.
+std::vector<uint8_t> random_blocks(WeightKind kind, int64_t count) {
+  const size_t bytes = kernels::gguf_block_bytes(kind);
+  std::vector<uint8_t> blocks(static_cast<size_t>(count) * bytes);
+  std::mt19937 generator(11);
+  for (uint8_t& byte : blocks) byte = static_cast<uint8_t>(generator());
+  for (size_t block = 0; block < blocks.size(); block += bytes) {
+    uint8_t* halves = blocks.data() + block + (kind == WeightKind::kQ6_K ? 208 : 0);
+    for (int i = 0; i < (kind == WeightKind::kQ6_K ? 1 : 2); ++i) halves[2 * i] = 0, halves[2 * i + 1] = 0x24;
+  }
+  return blocks;
+}
+
+kernels::PackedLinear pack(WeightKind kind, int64_t out, int64_t in, const Floats& bias,
+                           kernels::Activations activations) {
+  if (kernels::gguf_block_weights(kind) == 256) {
+    const std::vector<uint8_t> blocks = random_blocks(kind, out * in / 256);
+    return kernels::PackedLinear::from_gguf(blocks.data(), out, in, kind, bias.data(), activations);
+  }
   const Floats weight = random_floats(out * in, 1);
   if (kind == WeightKind::kFloat32 || kind == WeightKind::kBfloat16) {
     return kernels::PackedLinear::from_float(weight.data(), in, out, in, kind, bias.data());
@@ -43,7 +61,7 @@ kernels::PackedLinear pack(WeightKind kind, int64_t out, int64_t in, const Float
   const int64_t groups = out * in / kernels::kGroup;
   std::vector<uint8_t> blocks(static_cast<size_t>(groups) * kernels::gguf_block_bytes(kind));
   kernels::quantize_gguf(weight.data(), groups, kind, blocks.data());
-  return kernels::PackedLinear::from_gguf(blocks.data(), out, in, kind, bias.data());
+  return kernels::PackedLinear::from_gguf(blocks.data(), out, in, kind, bias.data(), activations);
 }
 
 Floats run(const kernels::PackedLinear& linear, const Floats& x, int64_t rows) {
@@ -54,8 +72,8 @@ Floats run(const kernels::PackedLinear& linear, const Floats& x, int64_t rows) {
   return out;
 }
 
-void linear_rows_agree(WeightKind kind, int64_t out, int64_t in) {
-  const kernels::PackedLinear linear = pack(kind, out, in, random_floats(out, 2));
+void rows_agree(const kernels::PackedLinear& linear, int64_t in) {
+  const int64_t out = linear.out_features();
   constexpr int64_t kRows = 101;
   const Floats x = random_floats(kRows * in, 3);
   const Floats all = run(linear, x, kRows);
@@ -71,6 +89,13 @@ void linear_rows_agree(WeightKind kind, int64_t out, int64_t in) {
   }
   Floats row(static_cast<size_t>(in));
   linear.unpack_row(out - 1, row.data());
+}
+
+void linear_rows_agree(WeightKind kind, int64_t out, int64_t in,
+                       kernels::Activations activations = kernels::Activations::kFloat) {
+  const kernels::PackedLinear part = pack(kind, out, in, random_floats(out, 2), activations);
+  rows_agree(part, in);
+  rows_agree(kernels::PackedLinear::concat({&part, &part}), in);
 }
 
 // A chunk at the end of a context that ends inside its last block, the cache sized exactly.
@@ -141,7 +166,7 @@ void elementwise(int64_t dim) {
 }
 
 void pool_from_several_threads() {
-  const kernels::PackedLinear linear = pack(WeightKind::kFloat32, 70, 64, random_floats(70, 9));
+  const kernels::PackedLinear linear = pack(WeightKind::kFloat32, 70, 64, random_floats(70, 9), kernels::Activations::kFloat);
   const Floats x = random_floats(30 * 64, 10);
   const Floats want = run(linear, x, 30);
   std::vector<std::thread> callers;
@@ -168,6 +193,11 @@ int main() {
          {WeightKind::kFloat32, WeightKind::kBfloat16, WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1}) {
       linear_rows_agree(kind, 66, 320);
       linear_rows_agree(kind, 33, 32);
+    }
+    for (WeightKind kind : {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1, WeightKind::kQ4_K,
+                            WeightKind::kQ5_K, WeightKind::kQ6_K}) {
+      for (auto activations : {kernels::Activations::kFloat, kernels::Activations::kInt8})
+        linear_rows_agree(kind, 33, 512, activations);
     }
     linear_rows_agree(WeightKind::kFloat32, 1, 1);
     linear_rows_agree(WeightKind::kBfloat16, 37, 45);

@@ -1,0 +1,91 @@
+// Panel products of plain numbers. Included by each isa_*.cpp after its simd_*.hpp.
+//
+// A panel holds kPanelColumns consecutive output columns of float32 or bfloat16, k-major: [K][columns].
+//
+// Registers hold the sums of a strip of rows x one panel. The accumulators are arrays indexed by constants only
+// (unroll), so that the compiler keeps them in registers; tests/kernels/test_cpu_codegen.py checks that it did.
+
+namespace twinplane::kernels::TWINPLANE_ISA {
+
+inline constexpr int kPanelColumns = kPanelVectors * 16;
+static_assert(kPanelColumns <= kMaxPanelColumns && kDepthBlock % kGroup == 0);
+static_assert(kStripRows * kPanelVectors + kPanelVectors + 1 <= kRegisters, "sums, a line of weights, one x");
+
+template <int Rows>
+TWINPLANE_INLINE inline void load_accumulators(F16 (&c)[Rows][kPanelVectors], const float* acc, bool first) {
+  unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+    unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
+      c[r.value][v.value] = first ? F16::zero() : F16::load(acc + r.value * kPanelColumns + v.value * 16);
+    });
+  });
+}
+
+template <int Rows>
+TWINPLANE_INLINE inline void store_accumulators(const F16 (&c)[Rows][kPanelVectors], float* acc) {
+  unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+    unroll<kPanelVectors>(
+        [&](auto v) TWINPLANE_INLINE { c[r.value][v.value].store(acc + r.value * kPanelColumns + v.value * 16); });
+  });
+}
+
+template <int Rows>
+TWINPLANE_INLINE inline void multiply_add(F16 (&c)[Rows][kPanelVectors], const F16 (&w)[kPanelVectors],
+                                          const StripRows<Rows>& x, int64_t k) {
+  unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+    const F16 a = x.at(r, k);
+    unroll<kPanelVectors>(
+        [&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(a, w[v.value]); });
+  });
+}
+
+// Weights come from memory in one long line; ask for what is needed this much later. (Past the end it asks in vain,
+// which is harmless.)
+inline constexpr int64_t kPrefetchBytes = 4096;
+
+template <int64_t Bytes>
+TWINPLANE_INLINE inline void prefetch(const void* p) {
+  const char* line = static_cast<const char*>(p) + kPrefetchBytes;
+  unroll<static_cast<int>((Bytes + 63) / 64)>([&](auto i)
+                                                  TWINPLANE_INLINE { __builtin_prefetch(line + 64 * i.value); });
+}
+
+template <int Rows, class Weight>
+[[gnu::noinline]] void dense_strip(const Weight* w, int64_t depth, const float* x, int64_t x_stride, float* acc,
+                                   bool first) {
+  F16 c[Rows][kPanelVectors];
+  load_accumulators<Rows>(c, acc, first);
+  const StripRows<Rows> rows(x, x_stride);
+  for (int64_t k = 0; k < depth; ++k) {
+    F16 line[kPanelVectors];
+    prefetch<kPanelColumns * sizeof(Weight)>(w + k * kPanelColumns);
+    unroll<kPanelVectors>([&](auto v)
+                              TWINPLANE_INLINE { line[v.value] = F16::load(w + k * kPanelColumns + v.value * 16); });
+    multiply_add<Rows>(c, line, rows, k);
+  }
+  store_accumulators<Rows>(c, acc);
+}
+
+// All rows over k in [0, depth) of a panel of floats, strip by strip.
+template <class Weight>
+void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t k0) {
+  const int64_t strips = (p.rows + kStripRows - 1) / kStripRows;
+  for (int64_t i = 0, row = 0; i < strips; ++i) {
+    const int64_t rows = (p.rows - row + strips - i - 1) / (strips - i);
+    with_rows<kStripRows>(rows, [&](auto r) TWINPLANE_INLINE {
+      dense_strip<r.value>(w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0);
+    });
+    row += rows;
+  }
+}
+
+template <class Weight>
+void dense_product(const PanelProduct& p) {
+  const Weight* w = static_cast<const Weight*>(p.panel);
+  if (p.rows <= kStripRows) return dense_strips(w, p.depth, p, 0);
+  for (int64_t k0 = 0; k0 < p.depth; k0 += kDepthBlock) {
+    const int64_t depth = p.depth - k0 < kDepthBlock ? p.depth - k0 : kDepthBlock;
+    dense_strips(w + k0 * kPanelColumns, depth, p, k0);
+  }
+}
+
+}  // namespace twinplane::kernels::TWINPLANE_ISA
