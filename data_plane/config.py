@@ -17,6 +17,8 @@ class DataPlaneConfig:
     instance: str = "default"
     device: str = "auto"
     dtype: str = "auto"  # float32, bfloat16, float16
+    quantization: str = "none"  # or a key of models.base.QUANTIZATIONS
+    cpu_activations: str = "float"  # or int8
     threads: int | None = None
     kernels: str | None = None  # force one implementation of kernels.registry, for tests and comparisons
     kv_cache_dtype: str = "auto"

@@ -1,7 +1,8 @@
-"""The CPU device: hidden states in float32; weights as float32, bfloat16 or GGUF blocks; KV as float32 or bfloat16."""
+"""The CPU device: hidden states in float32; weights as float32, bfloat16 or GGUF blocks; KV as float32, bfloat16 or FP8."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from twinplane.data_plane.config import DataPlaneError
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.host import HostMemory, cpus_granted, host_memory
 from twinplane.data_plane.kv_cache import KV_DTYPES, KVCache, KVSpec
-from twinplane.data_plane.models.base import BuildContext, Model, WeightFormat
+from twinplane.data_plane.models.base import QUANTIZATIONS, BuildContext, Model, WeightFormat
 from twinplane.kernels import reference, registry
 from twinplane.shared.model_files import ModelCard
 
+_EXACT = "arithmetic is float32"
 _NO_HALF = "float16 is not computed on CPUs: use float32 (exact for float16 weights), or bfloat16 (half the memory, coarser values)"
 
 
@@ -44,7 +46,36 @@ class CpuDevice(Device):
     def memory(self) -> HostMemory:
         return host_memory()
 
-    def choose_format(self, requested: str, card: ModelCard, *, native: bool) -> WeightFormat:
+    def choose_format(
+        self, requested: str, card: ModelCard, *, native: bool, quantization: str = "none", activations: str = "float"
+    ) -> WeightFormat:
+        chosen = self._plain_format(requested, card, native=native)
+        if quantization != "none":
+            chosen = self._quantized(quantization, requested, card, native=native)
+        if activations == "int8":
+            if not (self._native and (chosen.keep_blocks or chosen.quantization)):
+                raise DataPlaneError(
+                    f"cpu_activations int8 is for weights of 4 to 8 bits and the native kernels; these are kept as {chosen.name}: "
+                    "use a GGUF file with dtype auto, or --quantization q8 or q4, or --cpu-activations float"
+                )
+            return replace(chosen, activations="int8", reason=chosen.reason.replace(_EXACT, "activations are rounded to 8 bits"))
+        return chosen
+
+    def _quantized(self, quantization: str, requested: str, card: ModelCard, *, native: bool) -> WeightFormat:
+        if requested != "auto":
+            raise DataPlaneError(f"dtype {requested} and quantization {quantization} both say how weights are held: give one of them")
+        if card.format == "gguf":
+            raise DataPlaneError(f"quantization {quantization} is for safetensors: {card.path} keeps the numbers it has")
+        if not native:
+            raise DataPlaneError(
+                f"quantization {quantization} is for models that run on the native kernels; {card.architecture} runs through transformers: "
+                "use dtype float32 or bfloat16"
+            )
+        layers, vocabulary = QUANTIZATIONS[quantization]
+        reason = f"as asked: layers are rounded to {layers}, embedding and head to {vocabulary}; {_EXACT}"
+        return WeightFormat(torch.float32, False, reason, quantization)
+
+    def _plain_format(self, requested: str, card: ModelCard, *, native: bool) -> WeightFormat:
         if requested == "auto":
             return self._stored_format(card, native=native)
         if requested == "float32":
@@ -64,7 +95,7 @@ class CpuDevice(Device):
     def _stored_format(self, card: ModelCard, *, native: bool) -> WeightFormat:
         """What the files hold, kept exactly, as narrow as the kernels can read it."""
         if native and self._native and card.format == "gguf":
-            return WeightFormat(torch.float32, True, "auto: 4- and 8-bit blocks stay as the file has them, exactly; arithmetic is float32")
+            return WeightFormat(torch.float32, True, f"auto: blocks of 4 to 8 bits stay as the file has them, exactly; {_EXACT}")
         if native and self._native and card.dtype == "bfloat16":
             return WeightFormat(torch.bfloat16, False, "auto: the files hold bfloat16, which is kept as it is; arithmetic is float32")
         reason = f"auto: the files hold {card.dtype or 'an unnamed dtype'}, and this device computes in float32"
@@ -75,6 +106,8 @@ class CpuDevice(Device):
             return torch.float32
         if requested not in KV_DTYPES:
             raise DataPlaneError(f"kv_cache_dtype {requested!r} is not supported on CPUs: use {', '.join(KV_DTYPES)} or auto (float32)")
+        if requested == "fp8_e4m3" and self.ops.sources["allocate_kv"] == reference.__name__:
+            raise DataPlaneError("kv_cache_dtype fp8_e4m3 needs the native kernels, which are not in use: use float32 or bfloat16")
         return KV_DTYPES[requested]
 
     def load(self, model: type[Model], context: BuildContext) -> Model:

@@ -31,10 +31,13 @@ class Device(ABC):
         """The memory that weights and KV cache come from."""
 
     @abstractmethod
-    def choose_format(self, requested: str, card: ModelCard, *, native: bool) -> WeightFormat:
-        """How to hold the weights. `requested`: the option ``dtype``; `native`: the model computes with our kernels.
+    def choose_format(
+        self, requested: str, card: ModelCard, *, native: bool, quantization: str = "none", activations: str = "float"
+    ) -> WeightFormat:
+        """How to hold the weights. `requested`, `quantization`, `activations`: the options ``dtype``, ``quantization``,
+        ``cpu_activations``; `native`: the model computes with our kernels.
 
-        Raises DataPlaneError, naming the alternatives, for a dtype this device can not serve.
+        Raises DataPlaneError, naming the alternatives, for what this device can not serve.
         """
 
     @abstractmethod

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from twinplane.kernels.registry import Ops
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# --kv-cache-dtype. Values of one byte have a power of two beside each head of a token, another byte (kernels/cpu/kernels.hpp, KvType).
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def kv_dtype_name(dtype: torch.dtype) -> str:
+    """As the option ``kv_cache_dtype`` says it."""
+    return next(name for name, each in KV_DTYPES.items() if each == dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,10 @@ class LayerKV:
     def elements_per_token(self) -> int:
         return self.num_kv_heads * (self.head_dim + self.v_head_dim)
 
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        powers = 2 * self.num_kv_heads if dtype.itemsize == 1 else 0
+        return self.elements_per_token * dtype.itemsize + powers
+
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
@@ -37,7 +47,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(layer.elements_per_token for layer in self.layers) * self.dtype.itemsize
+        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
 
     @property
     def bytes_per_block(self) -> int:

@@ -23,7 +23,7 @@ from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.config import DataPlaneConfig, DataPlaneError
 from twinplane.data_plane.cpu import CpuDevice
 from twinplane.data_plane.device import Device
-from twinplane.data_plane.kv_cache import KVSpec, choose_block_size
+from twinplane.data_plane.kv_cache import KVSpec, choose_block_size, kv_dtype_name
 from twinplane.data_plane.loader import WeightSource, open_weights
 from twinplane.data_plane.memory import MemoryPlan, Needs, make_plan
 from twinplane.data_plane.models.base import BuildContext, Model, ModelShape, WeightFormat
@@ -92,7 +92,13 @@ class DataPlane:
         cls = model_class(card)
         config = text_config(card)
         shape = cls.shape(config)
-        chosen = self._device.choose_format(self._config.dtype, card, native=cls.computes_with_kernels)
+        chosen = self._device.choose_format(
+            self._config.dtype,
+            card,
+            native=cls.computes_with_kernels,
+            quantization=self._config.quantization,
+            activations=self._config.cpu_activations,
+        )
         log.info("model", path=str(card.path), architecture=card.architecture, implementation=cls.__name__)
         log.info("dtype", weights=chosen.name, reason=chosen.reason)
         log.info("end_of_sequence", token_ids=card.eos_token_ids)
@@ -106,7 +112,7 @@ class DataPlane:
         activations = config.max_num_batched_tokens * model.shape.activation_elements_per_token
         logits = 3 * config.max_num_seqs * model.shape.vocab_size  # the head's output, and a row's working copies
         needs = Needs(
-            weights=source.total_bytes if model.format.keep_blocks else model.shape.weight_elements * model.format.dtype.itemsize,
+            weights=model.format.bytes_held(model.shape, source.total_bytes),
             workspace=4 * (activations + logits),
             max_model_len=max_model_len,
             max_model_len_given=config.max_model_len is not None,
@@ -219,7 +225,7 @@ class DataPlane:
             block_size=plan.spec.block_size,
             num_blocks=plan.num_blocks,
             num_host_blocks=plan.num_host_blocks,
-            kv_dtype=_name(plan.spec.dtype),
+            kv_dtype=kv_dtype_name(plan.spec.dtype),
             dtype=self._model.format.name,
             kv_bytes_per_block=plan.spec.bytes_per_block,
             max_model_len=plan.max_model_len,
@@ -251,6 +257,8 @@ class DataPlane:
         context = BuildContext(model.card.path, model.config, source, self._device.ops, model.format, self._plan.max_model_len)
         with _progress(lifeline, "weights", source.total_bytes) as source.on_progress:
             built = self._device.load(model.cls, context)
+        if held := built.memory():
+            log.info("weights_held", **held)
         for topic, warning in built.warnings().items():
             log.warning("weights", topic=topic, warning=warning)
         if source.unused():
@@ -335,7 +343,3 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
 def _sentence(error: Exception) -> str:
     """Errors meant for people as they are; others with their type."""
     return str(error) if isinstance(error, DataPlaneError) else f"{type(error).__name__}: {error}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,7 +14,9 @@ Letters, as in reference.py
 
 KV cache of one layer
     ``k_cache [N, G, B / 16, D, 16]`` (token innermost: 16 keys are one vector load) and ``v_cache [N, G, B, Dv]``, both float32
-    or both bf16; B a multiple of 16; each block contiguous, block stride free.
+    or both bf16; B a multiple of 16; each block contiguous, block stride free. FP8: uint8, ``k_cache [N, G, B / 16, D + 1, 16]``
+    whose last line holds the powers of two of its 16 keys, ``v_cache [N, G, B (Dv + 1)]``, B lines and then their powers. Numbers
+    are E4M3 (arXiv 2209.05433) and off by at most 1/16 of themselves or 2^-17 of the greatest of their head.
 
 Same answer, whatever the neighbours (INV-10)
     Each output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction set. A
@@ -156,7 +158,7 @@ def rope(x: Array, cos: Array, sin: Array, out: Array) -> None:
     """Rotation alone. x, out ``[T, heads, D]`` float32 (may be the same array)."""
 
 def write_kv(key: Array, value: Array, k_cache: Array, v_cache: Array, slots: Array) -> None:
-    """key ``[T, G, D]``, value ``[T, G, Dv]`` float32 to their slots (bf16 cache: rounded to nearest even)."""
+    """key ``[T, G, D]``, value ``[T, G, Dv]`` float32 to their slots (bf16, FP8: rounded to nearest even)."""
 
 def paged_attention(
     query: Array,
@@ -207,7 +209,7 @@ def argmax(logits: Array, out: Array) -> None:
 # ---- for benchmarks and tests
 
 def measure_read_bandwidth(megabytes: int = 256) -> float:
-    """GB/s of all threads summing a buffer of this size; the best of five runs."""
+    """GB/s of all threads summing a buffer of this size, allocated as weights are; the best of several loops, five runs each."""
 
 def measure_fma_rate() -> float:
     """GFLOP/s of all threads running independent fused multiply-adds in registers; the best of five runs."""

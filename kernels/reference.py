@@ -26,7 +26,7 @@ KV_GROUP = ("allocate_kv", "write_kv", "rope_write_kv", "paged_attention", "copy
 # A packed weight is understood only by its packer.
 LINEAR_GROUP = ("pack_linear", "pack_gguf", "quantize_linear", "concat_linears", "linear", "linear_silu_mul", "gather")
 GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")  # block types `pack_gguf` takes
-OPERATIONS = ("rms_norm", "add_rms_norm", "rope_cos_sin", "rope", "silu_mul", "gelu_mul", *LINEAR_GROUP, *KV_GROUP)
+OPERATIONS = ("rms_norm", "add_rms_norm", "rope_cos_sin", "rope", "silu_mul", "gelu_mul", *LINEAR_GROUP, *KV_GROUP, "linear_rope_write_kv")
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -223,6 +223,25 @@ def rope_write_kv(
         key = rms_norm(key, k_norm, eps)
     write_kv(rope(key, cos, sin), value, k_cache, v_cache, slots)
     return rope(query, cos, sin)
+
+
+def linear_rope_write_kv(
+    x: Tensor,
+    packed: PackedLinear,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """``rope_write_kv(linear(x, packed), ...)`` in one operation. x [T, K] -> query [T, H, D]."""
+    qkv = linear(x, packed)
+    return rope_write_kv(qkv, num_heads, num_kv_heads, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps)
 
 
 def paged_attention(

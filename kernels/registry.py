@@ -76,4 +76,15 @@ def _assemble(modules: Sequence[ModuleType]) -> Ops:
         module = next(m for m in modules if all(hasattr(m, each) for each in needed))
         chosen[name] = getattr(module, name)
         sources[name] = module.__name__
+    if not sources["linear"] == sources["rope_write_kv"] == sources["linear_rope_write_kv"]:
+        chosen["linear_rope_write_kv"] = _two_calls(chosen["linear"], chosen["rope_write_kv"])
     return Ops(sources=sources, **chosen)
+
+
+def _two_calls(linear: Callable[..., Any], rope_write_kv: Callable[..., Any]) -> Callable[..., Any]:
+    """`reference.linear_rope_write_kv` where no one module understands both the packed weight and the cache."""
+
+    def linear_rope_write_kv(x: Any, packed: Any, *rest: Any) -> Any:
+        return rope_write_kv(linear(x, packed), *rest)
+
+    return linear_rope_write_kv

@@ -4,11 +4,12 @@ Pre-norm decoder, rotary positions, grouped-query attention, SwiGLU; per archite
 each query and key head (Qwen3), sliding windows (Mistral, some Qwen layers), tied or separate head. Hidden states are
 float32; weights are stored in the chosen dtype and widened by the kernels.
 
-Projections that read the same input are fused at load: q, k, v in one matrix, gate and up in another.
+Projections that read the same input are fused at load: q, k, v in one linear, gate and up in another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.kv_cache import KVCache, LayerKV
 from twinplane.data_plane.loader import WeightError
-from twinplane.data_plane.models.base import BuildContext, Model, ModelShape, UnsupportedModelError
+from twinplane.data_plane.models.base import QUANTIZATIONS, BuildContext, Model, ModelShape, UnsupportedModelError
 from twinplane.data_plane.models.rotary import Rotary
 from twinplane.kernels.registry import Ops
 
@@ -129,8 +130,9 @@ class LlamaModel(Model):
     def _attention(self, layer: _Layer, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """[T, hidden] -> [T, H * D], before the output projection."""
         ops, spec = self._ops, self.spec
-        query = ops.rope_write_kv(
-            ops.linear(x, layer.qkv),
+        query = ops.linear_rope_write_kv(
+            x,
+            layer.qkv,
             spec.num_heads,
             spec.num_kv_heads,
             cos,
@@ -160,6 +162,7 @@ class LlamaModel(Model):
             layers=(LayerKV(spec.num_kv_heads, spec.head_dim, spec.head_dim),) * layers,
             weight_elements=layers * per_layer + (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size,
             activation_elements_per_token=4 * spec.hidden_size + 2 * spec.qkv_features + 3 * spec.intermediate_size,
+            vocabulary_elements=(1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size,
         )
 
     @classmethod
@@ -172,8 +175,23 @@ class LlamaModel(Model):
         model._norm = load.vector("model.norm.weight", spec.hidden_size)
         return model
 
+    def memory(self) -> dict[str, str]:
+        vocabulary = {id(self._embedding): self._embedding, id(self._head): self._head}
+        return {
+            "embedding_and_head": _held(vocabulary.values()),
+            "attention": _held(linear for layer in self._layers for linear in (layer.qkv, layer.output)),
+            "mlp": _held(linear for layer in self._layers for linear in (layer.gate_up, layer.down)),
+        }
+
     def warnings(self) -> dict[str, str]:
         return self._warnings
+
+
+def _held(linears: Iterable[Any]) -> str:
+    """Megabytes and formats of packed linears: "24.3 MB Q4_1"."""
+    held = list(linears)
+    kinds = sorted({getattr(linear, "kind", "unpacked") for linear in held})
+    return f"{sum(linear.nbytes for linear in held) / 1e6:.1f} MB {', '.join(kinds)}"
 
 
 class _Loader:
@@ -191,19 +209,29 @@ class _Loader:
 
     def fused(self, prefix: str, parts: dict[str, int], in_features: int, bias: bool) -> Any:
         """One packed linear of the rows of several; `parts` maps a projection's name to its number of rows."""
-        biases = [self.vector(f"{prefix}.{part}.bias", rows) for part, rows in parts.items()] if bias else None
-        return self.packed({f"{prefix}.{part}.weight": rows for part, rows in parts.items()}, in_features, biases)
+        packed = []
+        for part, rows in parts.items():
+            part_bias = self.vector(f"{prefix}.{part}.bias", rows) if bias else None
+            packed.append(self.packed(f"{prefix}.{part}.weight", (rows, in_features), part_bias))
+        return packed[0] if len(packed) == 1 else self._ops.concat_linears(packed)
 
-    def packed(self, tensors: dict[str, int], in_features: int, biases: list[Tensor] | None = None) -> Any:
-        """One packed linear of the rows of all `tensors` (name to number of rows), in the file's blocks if it has them."""
-        bias = torch.cat(biases) if biases else None
-        kinds = {self._source.block_kind(name) for name in tensors}
-        kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is not None and self._format.keep_blocks:
-            blocks = [self._source.take_blocks(name, (rows, in_features)) for name, rows in tensors.items()]
-            return self._ops.pack_gguf(torch.cat(blocks), kind, bias)
-        weights = [self.tensor(name, (rows, in_features)) for name, rows in tensors.items()]
-        return self._ops.pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+    def packed(self, name: str, shape: tuple[int, int], bias: Tensor | None = None, *, vocabulary: bool = False) -> Any:
+        """One matrix, in the file's blocks if they are kept, quantized if that was asked for. `vocabulary`: embedding or head."""
+        ops, form = self._ops, self._format
+        kind = self._source.block_kind(name)
+        if form.keep_blocks and kind is not None:
+            return ops.pack_gguf(self._source.take_blocks(name, shape), kind, bias, form.activations)
+        if form.quantization is None:
+            return ops.pack_linear(self.tensor(name, shape), bias)
+        if shape[1] % 32:
+            raise WeightError(
+                f"tensor {name} has rows of {shape[1]} numbers, quantization {form.quantization} needs a multiple of 32: "
+                "leave --quantization away, and use --dtype bfloat16 to save memory"
+            )
+        return ops.quantize_linear(self.tensor(name, shape), QUANTIZATIONS[form.quantization][vocabulary], bias, form.activations)
+
+    def vocabulary(self, name: str) -> Any:
+        return self.packed(name, (self._spec.vocab_size, self._spec.hidden_size), vocabulary=True)
 
     def layer(self, index: int, window: int) -> _Layer:
         spec, at = self._spec, f"model.layers.{index}"
@@ -232,11 +260,11 @@ class _Loader:
                     f"the config says tie_word_embeddings: false but the files hold no {head}: "
                     "if the head is meant to be the embedding, set tie_word_embeddings to true in config.json"
                 )
-            packed = self.packed({embedding: spec.vocab_size}, spec.hidden_size)
+            packed = self.vocabulary(embedding)
             return packed, packed
         if spec.tied and torch.equal(self.tensor(head, shape), self.tensor(embedding, shape)):
-            packed = self.packed({embedding: spec.vocab_size}, spec.hidden_size)
+            packed = self.vocabulary(embedding)
             return packed, packed
         if spec.tied:
             warnings["head"] = f"tie_word_embeddings is true but {head} differs from the embedding: the head of the file is used"
-        return self.packed({embedding: spec.vocab_size}, spec.hidden_size), self.packed({head: spec.vocab_size}, spec.hidden_size)
+        return self.vocabulary(embedding), self.vocabulary(head)

@@ -59,17 +59,16 @@ std::vector<TileSpec> plan_tiles(const AttentionBatch& batch, const KvCache& cac
 }
 
 AttentionTile tile_of(const AttentionBatch& batch, const KvCache& cache, const TileSpec& spec) {
-  const int64_t key_head = spec.kv_head * cache.block_size * cache.head_dim;
-  const int64_t value_head = spec.kv_head * cache.block_size * cache.value_dim;
-  const size_t element = cache.bf16 ? sizeof(Bf16) : sizeof(float);
+  const int64_t key_head = spec.kv_head * cache.key_head_elements() * cache.element_bytes();
+  const int64_t value_head = spec.kv_head * cache.value_head_elements() * cache.element_bytes();
   return {.query = batch.query.data + spec.first_token * batch.query.stride + spec.first_head * cache.head_dim,
           .query_stride = batch.query.stride,
           .tokens = spec.tokens,
           .heads = spec.heads,
           .first_position = spec.first_position,
-          .keys = static_cast<const char*>(cache.keys) + static_cast<size_t>(key_head) * element,
-          .values = static_cast<const char*>(cache.values) + static_cast<size_t>(value_head) * element,
-          .bf16 = cache.bf16,
+          .keys = static_cast<const char*>(cache.keys) + key_head,
+          .values = static_cast<const char*>(cache.values) + value_head,
+          .type = cache.type,
           .key_block_stride = cache.key_block_stride,
           .value_block_stride = cache.value_block_stride,
           .table = batch.table(spec.sequence),
@@ -164,15 +163,16 @@ void attend_split(Pool& pool, const Context& c, const std::vector<TileSpec>& til
 void write_token(const Kernels& kernels, const float* key, const float* value, const KvCache& cache, int64_t slot) {
   const int64_t block = slot / cache.block_size;
   const int64_t offset = slot % cache.block_size;
-  const int64_t element = cache.bf16 ? sizeof(Bf16) : sizeof(float);
+  const int64_t element = cache.element_bytes();
+  char* keys = static_cast<char*>(cache.keys) + block * cache.key_block_stride * element;
+  char* values = static_cast<char*>(cache.values) + block * cache.value_block_stride * element;
   for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-    const int64_t key_tile =
-        block * cache.key_block_stride + (head * cache.block_size + offset / 16 * 16) * cache.head_dim;
-    const int64_t value_line = block * cache.value_block_stride + (head * cache.block_size + offset) * cache.value_dim;
-    kernels.write_key(key + head * cache.head_dim, static_cast<char*>(cache.keys) + key_tile * element, offset % 16,
-                      cache.head_dim, cache.bf16);
-    kernels.write_value(value + head * cache.value_dim, static_cast<char*>(cache.values) + value_line * element,
-                        cache.value_dim, cache.bf16);
+    const int64_t key_tile = head * cache.key_head_elements() + offset / 16 * cache.key_tile_elements();
+    kernels.write_key(key + head * cache.head_dim, keys + key_tile * element, offset % 16, cache.head_dim, cache.type);
+    char* value_head = values + head * cache.value_head_elements() * element;
+    uint8_t* power = reinterpret_cast<uint8_t*>(value_head) + cache.block_size * cache.value_dim + offset;
+    kernels.write_value(value + head * cache.value_dim, value_head + offset * cache.value_dim * element, power,
+                        cache.value_dim, cache.type);
   }
 }
 

@@ -9,11 +9,11 @@
 
 namespace twinplane::kernels {
 
-// K and V of one layer: keys [N][G][B / 16][D][16], values [N][G][B][Dv]; blocks lie *_block_stride elements apart.
+// K and V of one layer: [N][G] of what KvType draws; blocks lie *_block_stride elements apart.
 struct KvCache {
   void* keys;
   void* values;
-  bool bf16;
+  KvType type;
   int64_t num_blocks;
   int64_t num_kv_heads;
   int64_t block_size;
@@ -21,6 +21,14 @@ struct KvCache {
   int64_t value_dim;
   int64_t key_block_stride;
   int64_t value_block_stride;
+
+  int64_t powers() const { return type == KvType::kFp8 ? 1 : 0; }  // per head of a token
+  int64_t key_tile_elements() const { return (head_dim + powers()) * 16; }
+  int64_t key_head_elements() const { return (head_dim + powers()) * block_size; }
+  int64_t value_head_elements() const { return (value_dim + powers()) * block_size; }
+  int64_t element_bytes() const {
+    return type == KvType::kFloat32 ? sizeof(float) : type == KvType::kBfloat16 ? sizeof(Bf16) : sizeof(Fp8);
+  }
 };
 
 // Heads of T tokens: [T][heads][dim], tokens `stride` floats apart.

@@ -38,14 +38,23 @@ inline KeyRange visible_keys(const AttentionTile& t, int64_t partition, int64_t 
 }
 
 template <class Element>
+inline constexpr bool kHasPowers = sizeof(Element) == 1;  // FP8, see KvType
+
+template <class Element>
 inline const Element* key_tile(const AttentionTile& t, int64_t key) {
   return static_cast<const Element*>(t.keys) + t.table[key / t.block_size] * t.key_block_stride +
-         key % t.block_size / 16 * t.head_dim * 16;
+         key % t.block_size / 16 * (t.head_dim + kHasPowers<Element>)*16;
 }
 
 template <class Element>
 inline const Element* value_line(const AttentionTile& t, int64_t block, int64_t offset) {
   return static_cast<const Element*>(t.values) + t.table[block] * t.value_block_stride + offset * t.value_dim;
+}
+
+// The powers of 16 values from position `key` on, a multiple of 16.
+inline F16 value_powers(const AttentionTile& t, int64_t key) {
+  const Fp8* powers = value_line<Fp8>(t, key / t.block_size, t.block_size);  // after the last line
+  return F16::load_powers(reinterpret_cast<const uint8_t*>(powers + key % t.block_size));
 }
 
 // scores[row][16 * i ..] for Vectors key tiles, Rows rows. Meanwhile the tiles `next` are fetched: blocks are
@@ -61,13 +70,19 @@ template <class Element, int Rows, int Vectors>
   for (int64_t d = 0; d < head_dim; ++d) {
     F16 keys[Vectors];
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
-      __builtin_prefetch(next[v.value] + d * 16);
+      if (!kHasPowers<Element> || d % 4 == 0) __builtin_prefetch(next[v.value] + d * 16);
       keys[v.value] = F16::load(tiles[v.value] + d * 16);
     });
     unroll<Rows>([&](auto r) TWINPLANE_INLINE {
       const F16 q = rows.at(r, d);
       unroll<Vectors>(
           [&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(q, keys[v.value]); });
+    });
+  }
+  if constexpr (kHasPowers<Element>) {
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
+      const F16 powers = F16::load_powers(reinterpret_cast<const uint8_t*>(tiles[v.value] + head_dim * 16));
+      unroll<Rows>([&](auto r) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value] * powers; });
     });
   }
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
@@ -99,7 +114,8 @@ void score_rows(const AttentionTile& t, const KeyRange& keys, const float* query
   }
 }
 
-// Scores -> weights e^(score - max), 0 where the row may not look.
+// Scores -> weights e^(score - max), 0 where the row may not look. FP8: times the powers of the values they will weigh.
+template <class Element>
 inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, const KeyRange& row, float* scores) {
   if (row.begin >= row.end) {
     for (int64_t i = tile.base(); i < tile.end; i += 16) F16::zero().store(scores + i - tile.base());
@@ -121,7 +137,13 @@ inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, co
     const F16 weight =
         exp(F16::load(scores + i - tile.base()) - F16::broadcast(max)).keep(row.begin - i, row.end - i, F16::zero());
     total = total + weight;
-    weight.store(scores + i - tile.base());
+    if constexpr (kHasPowers<Element>) {
+      (weight * value_powers(t, tile.first + i))
+          .keep(row.begin - i, row.end - i, F16::zero())
+          .store(scores + i - tile.base());
+    } else {
+      weight.store(scores + i - tile.base());
+    }
   }
   return {max, total.sum()};
 }
@@ -205,7 +227,7 @@ void attention_partition_of(const AttentionTile& t, int64_t partition, SoftmaxSt
       for (int64_t j = 0; j < r.value; ++j) {
         const int64_t position = position_of(t, row + j);
         const KeyRange visible = visible_keys(t, partition, position, position);
-        states[row + j] = softmax_row(t, keys, visible, strip_scores + j * kAttentionSplit);
+        states[row + j] = softmax_row<Element>(t, keys, visible, strip_scores + j * kAttentionSplit);
       }
       value_rows<Element, r.value>(t, keys, strip_scores, sums + row * t.value_dim);
     });
@@ -214,10 +236,13 @@ void attention_partition_of(const AttentionTile& t, int64_t partition, SoftmaxSt
 }
 
 void attention_partition(const AttentionTile& t, int64_t partition, SoftmaxState* states, float* sums, void* scratch) {
-  if (t.bf16) {
-    attention_partition_of<Bf16>(t, partition, states, sums, scratch);
-  } else {
-    attention_partition_of<float>(t, partition, states, sums, scratch);
+  switch (t.type) {
+    case KvType::kFloat32:
+      return attention_partition_of<float>(t, partition, states, sums, scratch);
+    case KvType::kBfloat16:
+      return attention_partition_of<Bf16>(t, partition, states, sums, scratch);
+    case KvType::kFp8:
+      return attention_partition_of<Fp8>(t, partition, states, sums, scratch);
   }
 }
 

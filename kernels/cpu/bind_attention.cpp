@@ -32,7 +32,33 @@ class OptionalArray {
   std::optional<Array> array_;
 };
 
+// FP8: a cache of bytes, whose shapes count the powers.
+KvCache fp8_cache_of(const Array& keys, const Array& values) {
+  keys.shaped({kAny, kAny, kAny, kAny, 16}, "[N, G, B / 16, D + 1, 16]").contiguous_last(4).writable();
+  const int64_t block_size = keys.size(2) * 16;
+  values.of({Dtype::kUint8})
+      .shaped({keys.size(0), keys.size(1), kAny}, "[N, G, B (Dv + 1)]")
+      .contiguous_last(2)
+      .writable();
+  if (keys.size(3) < 2) keys.fail("has no room for a head dim beside the powers");
+  if (block_size == 0 || values.size(2) % block_size != 0 || values.size(2) < 2 * block_size) {
+    values.fail("has heads of " + number(values.size(2)) + " bytes; blocks of " + number(block_size) +
+                " tokens take B (Dv + 1)");
+  }
+  return {.keys = keys.data<void>(),
+          .values = values.data<void>(),
+          .type = KvType::kFp8,
+          .num_blocks = keys.size(0),
+          .num_kv_heads = keys.size(1),
+          .block_size = block_size,
+          .head_dim = keys.size(3) - 1,
+          .value_dim = values.size(2) / block_size - 1,
+          .key_block_stride = keys.stride(0),
+          .value_block_stride = values.stride(0)};
+}
+
 KvCache cache_of(const Array& keys, const Array& values) {
+  if (keys.dtype() == Dtype::kUint8) return fp8_cache_of(keys, values);
   keys.of({kF32, Dtype::kBf16})
       .shaped({kAny, kAny, kAny, kAny, 16}, "[N, G, B / 16, D, 16]")
       .contiguous_last(4)
@@ -44,7 +70,7 @@ KvCache cache_of(const Array& keys, const Array& values) {
       .writable();
   return {.keys = keys.data<void>(),
           .values = values.data<void>(),
-          .bf16 = keys.dtype() == Dtype::kBf16,
+          .type = keys.dtype() == Dtype::kBf16 ? KvType::kBfloat16 : KvType::kFloat32,
           .num_blocks = keys.size(0),
           .num_kv_heads = keys.size(1),
           .block_size = block_size,

@@ -115,9 +115,8 @@ PackedLinear pack_gguf(nb::handle blocks, const std::string& kind_text, const nb
   }
   const Bias bias_values(bias, b.size(0));
   const nb::gil_scoped_release unlocked;
-  return PackedLinear::from_gguf(b.data<const uint8_t>(), b.size(0),
-                                 b.size(1) / block_bytes * gguf_block_weights(kind), kind, bias_values.data(),
-                                 activations);
+  return PackedLinear::from_gguf(b.data<const uint8_t>(), b.size(0), b.size(1) / block_bytes * gguf_block_weights(kind),
+                                 kind, bias_values.data(), activations);
 }
 
 PackedLinear quantize(nb::handle weight, const std::string& kind_text, const nb::object& bias,

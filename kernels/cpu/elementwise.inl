@@ -118,8 +118,40 @@ void rotary(const RotaryHeads& h) {
   }
 }
 
-void write_key(const float* key, void* tile, int64_t lane, int64_t head_dim, bool bf16) {
-  if (bf16) {
+// The power of two of a head (KvType), and the factor that takes its values to numbers.
+struct Fp8Scale {
+  uint8_t power;
+  float factor;
+};
+
+inline Fp8Scale fp8_scale(const float* x, int64_t dim) {
+  F16 greatest = F16::zero();
+  bool finite = true;
+  for (int64_t i = 0; i < dim; i += 16) {
+    const F16 v = load_at(x, i, dim);
+    finite &= !(v - v).has_nan();
+    greatest = greatest.max(v).max(F16::zero() - v);
+  }
+  if (!finite) return {255, 0};
+  const uint32_t bits = float_bits(greatest.greatest());
+  // In units of 2^(exponent - 8) it is from 256 to 511; more than 448 = 1.75 * 256 takes the next power.
+  const int32_t power = static_cast<int32_t>(bits >> 23) - 8 + ((bits & 0x7FFFFFu) > 0x600000u ? 1 : 0);
+  if (power < 1) return {0, 0};  // below 1e-35
+  return {static_cast<uint8_t>(power), bits_float(static_cast<uint32_t>(254 - power) << 23)};
+}
+
+// out[d * stride] for the dims of one head; 0 * NaN is no number, so what is not finite writes zeros.
+inline void write_fp8(const float* x, int64_t dim, Fp8Scale scale, Fp8* out, int64_t stride) {
+  for (int64_t d = 0; d < dim; ++d) out[d * stride] = scale.factor == 0 ? Fp8{0} : float_to_fp8(x[d] * scale.factor);
+}
+
+void write_key(const float* key, void* tile, int64_t lane, int64_t head_dim, KvType type) {
+  if (type == KvType::kFp8) {
+    Fp8* out = static_cast<Fp8*>(tile) + lane;
+    const Fp8Scale scale = fp8_scale(key, head_dim);
+    write_fp8(key, head_dim, scale, out, 16);
+    out[head_dim * 16] = {scale.power};
+  } else if (type == KvType::kBfloat16) {
     Bf16* out = static_cast<Bf16*>(tile) + lane;
     for (int64_t d = 0; d < head_dim; ++d) out[d * 16] = float_to_bf16(key[d]);
   } else {
@@ -128,8 +160,12 @@ void write_key(const float* key, void* tile, int64_t lane, int64_t head_dim, boo
   }
 }
 
-void write_value(const float* value, void* line, int64_t value_dim, bool bf16) {
-  if (bf16) {
+void write_value(const float* value, void* line, uint8_t* power, int64_t value_dim, KvType type) {
+  if (type == KvType::kFp8) {
+    const Fp8Scale scale = fp8_scale(value, value_dim);
+    write_fp8(value, value_dim, scale, static_cast<Fp8*>(line), 1);
+    *power = scale.power;
+  } else if (type == KvType::kBfloat16) {
     Bf16* out = static_cast<Bf16*>(line);
     for (int64_t d = 0; d < value_dim; ++d) out[d] = float_to_bf16(value[d]);
   } else {
@@ -154,15 +190,19 @@ int64_t argmax(const float* logits, int64_t vocab) {
   return index;
 }
 
-float sum(const float* values, int64_t count) {
+template <bool Ahead>
+inline float sum_of(const float* values, int64_t count) {
   F16 total[4] = {F16::zero(), F16::zero(), F16::zero(), F16::zero()};
   for (int64_t i = 0; i < count; i += 64) {
-    unroll<4>([&](auto v)
-                  TWINPLANE_INLINE { __builtin_prefetch(values + i + v.value * 16 + 1024); });  // as the kernels do
+    if constexpr (Ahead)
+      unroll<4>([&](auto v) TWINPLANE_INLINE { __builtin_prefetch(values + i + v.value * 16 + 1024); });
     unroll<4>([&](auto v) TWINPLANE_INLINE { total[v.value] = total[v.value] + F16::load(values + i + v.value * 16); });
   }
   return ((total[0] + total[1]) + (total[2] + total[3])).sum();
 }
+
+float sum(const float* values, int64_t count) { return sum_of<true>(values, count); }
+float sum_plain(const float* values, int64_t count) { return sum_of<false>(values, count); }
 
 int64_t fma_chain(int64_t rounds, float* sink) {
   constexpr int kChains = kRegisters - 2 < 12 ? kRegisters - 2 : 12;

@@ -41,7 +41,9 @@ struct Format {
   constexpr int64_t groups() const { return block / kGroup; }
   constexpr int64_t head_bytes(int64_t columns) const { return 2 * halves * columns; }
   constexpr int64_t group_bytes(int64_t columns) const { return (scales + 4 * words) * columns; }
-  constexpr int64_t packed_bytes(int64_t columns) const { return head_bytes(columns) + groups() * group_bytes(columns); }
+  constexpr int64_t packed_bytes(int64_t columns) const {
+    return head_bytes(columns) + groups() * group_bytes(columns);
+  }
 };
 
 // Internal (static), like half.hpp: each translation unit keeps the copy for its own instruction set.

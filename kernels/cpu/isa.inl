@@ -44,6 +44,7 @@ const Kernels kTable = {
     .write_value = write_value,
     .argmax = argmax,
     .sum = sum,
+    .sum_plain = sum_plain,
     .fma_chain = fma_chain,
 };
 

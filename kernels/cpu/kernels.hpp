@@ -22,6 +22,9 @@ inline constexpr int64_t kAttentionRows = 48;    // (query, head) pairs per atte
 struct Bf16 {
   uint16_t bits;
 };
+struct Fp8 {
+  uint8_t bits;
+};
 
 enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K };
 enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
@@ -49,8 +52,8 @@ struct PanelProduct {
   float* unpacked;  // scratch of kDepthBlock * panel_columns floats
 };
 
-// The same product for quantized weights, with x quantized too. Within a group (a part of it, where parts have scales of
-// their own) the sum is one of integers, exact; the parts' sums enter acc scaled, in ascending order of k.
+// The same product for quantized weights, with x quantized too. Within a group (a part of it, where parts have scales
+// of their own) the sum is one of integers, exact; the parts' sums enter acc scaled, in ascending order of k.
 struct IntegerProduct {
   const void* panel;
   WeightKind kind;
@@ -88,6 +91,15 @@ struct GatedEpilogue {
   Activation activation;
 };
 
+// How keys and values are cached. FP8: each head of a token as E4M3 numbers times a power of two of its own, a byte
+// beside them (E8M0: 2^(byte - 127); 255 and zeros if a value was not finite). The power is the smallest that leaves no
+// number above 448, so that a number is off by at most 1/16 of itself or 2^-17 of the head's greatest. A token's bytes
+// depend on that token alone.
+//
+//   float32, bfloat16   keys [B / 16][D][16]                                values [B][Dv]
+//   FP8                 keys [B / 16] { [D][16], powers [16] }              values { [B][Dv], powers [B] }
+enum class KvType : uint8_t { kFloat32, kBfloat16, kFp8 };
+
 // One tile of attention: some consecutive query tokens of one sequence times the query heads of one KV head.
 // Row r of the tile is token r / heads, head r % heads.
 struct AttentionTile {
@@ -96,9 +108,9 @@ struct AttentionTile {
   int64_t tokens;
   int64_t heads;           // query heads per KV head; tokens * heads <= kAttentionRows
   int64_t first_position;  // of the first token
-  const void* keys;        // of this KV head: + block * key_block_stride, then [B / 16][D][16]
-  const void* values;      //                  + block * value_block_stride, then [B][Dv]
-  bool bf16;
+  const void* keys;        // of this KV head: + block * key_block_stride, then as KvType says
+  const void* values;      //                  + block * value_block_stride
+  KvType type;
   int64_t key_block_stride;  // elements
   int64_t value_block_stride;
   const int32_t* table;
@@ -155,11 +167,13 @@ struct Kernels {
   void (*add_rms_norm)(const float* x, float* residual, const float* weight, float eps, float* out, int64_t dim);
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, float* out, int64_t dim);
   void (*rotary)(const RotaryHeads&);
-  void (*write_key)(const float* key, void* tile, int64_t lane, int64_t head_dim, bool bf16);
-  void (*write_value)(const float* value, void* line, int64_t value_dim, bool bf16);
+  void (*write_key)(const float* key, void* tile, int64_t lane, int64_t head_dim, KvType type);
+  // `power`: where the line's power goes (FP8).
+  void (*write_value)(const float* value, void* line, uint8_t* power, int64_t value_dim, KvType type);
   int64_t (*argmax)(const float* logits, int64_t vocab);
 
-  float (*sum)(const float* values, int64_t count);   // reads as fast as memory allows; count a multiple of 64
+  float (*sum)(const float* values, int64_t count);        // asks ahead as the products do; count a multiple of 64
+  float (*sum_plain)(const float* values, int64_t count);  // leaves that to the processor
   int64_t (*fma_chain)(int64_t rounds, float* sink);  // independent multiply-adds in registers; returns how many FLOP
 };
 

@@ -197,8 +197,8 @@ PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
   if (!integer()) return {x, nullptr};
   static thread_local Scratch buffer;  // the caller's, read by all threads until the caller has its result
   const int64_t groups = in_ / kGroup;
-  auto* to = static_cast<ActivationGroup*>(
-      buffer.reserve(static_cast<size_t>(x.rows * groups) * sizeof(ActivationGroup)));
+  auto* to =
+      static_cast<ActivationGroup*>(buffer.reserve(static_cast<size_t>(x.rows * groups) * sizeof(ActivationGroup)));
   const int64_t per_tile = std::max<int64_t>(1, kFloatsPerTile / std::max<int64_t>(1, in_));
   pool.run(ceil_div(x.rows, per_tile), 0, [&](int64_t tile, void*) {
     for (int64_t row = tile * per_tile; row < std::min(x.rows, (tile + 1) * per_tile); ++row)

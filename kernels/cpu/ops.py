@@ -1,7 +1,8 @@
 """The native CPU kernels in the form of `kernels/reference.py`: same names, signatures and meaning, torch tensors in and out.
 
-Hidden states are float32. Weights are stored as float32, bfloat16 or in GGUF's blocks of 8 to 4 bits, the cache as float32 or bfloat16.
-Arithmetic is float32, except for weights packed with ``activations="int8"``, which meet x as integers. Another floating dtype of an argument (a bfloat16 model of the fallback) is converted here, and the result back.
+Hidden states are float32. Weights are stored as float32, bfloat16 or in GGUF's blocks of 8 to 4 bits, the cache as float32,
+bfloat16 or FP8. Arithmetic is float32, except for weights packed with ``activations="int8"``, which meet x as integers. Another
+floating dtype of an argument (a bfloat16 model of the fallback) is converted here, and the result back.
 
 Unlike the reference, each output row is bit-identical whatever the batch around it (INV-10).
 """
@@ -156,13 +157,27 @@ KEY_TILE = 16  # keys that lie side by side, dim by dim: one vector of the kerne
 def allocate_kv(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor]:
-    """K [N, G, B/16, D, 16], V [N, G, B, Dv], zeroed. Raises ValueError for a block size or dtype the kernels do not have."""
+    """K [N, G, B/16, D, 16], V [N, G, B, Dv], zeroed. Raises ValueError for a block size or dtype the kernels do not have.
+
+    float8_e4m3fn: bytes, with a power of two beside each head of a token; K [N, G, B/16, D + 1, 16], V [N, G, B (Dv + 1)] uint8.
+    """
     if block_size % KEY_TILE:
         raise ValueError(f"block_size is {block_size}; the CPU kernels need a multiple of {KEY_TILE}")
+    if dtype == torch.float8_e4m3fn:
+        tiles = torch.zeros(num_blocks, num_kv_heads, block_size // KEY_TILE, head_dim + 1, KEY_TILE, dtype=torch.uint8, device=device)
+        return tiles, torch.zeros(num_blocks, num_kv_heads, block_size * (v_head_dim + 1), dtype=torch.uint8, device=device)
     if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"dtype is {dtype}; the CPU kernels keep KV as torch.float32 or torch.bfloat16")
+        raise ValueError(f"dtype is {dtype}; the CPU kernels keep KV as torch.float32, torch.bfloat16 or torch.float8_e4m3fn")
     keys = torch.zeros(num_blocks, num_kv_heads, block_size // KEY_TILE, head_dim, KEY_TILE, dtype=dtype, device=device)
     return keys, torch.zeros(num_blocks, num_kv_heads, block_size, v_head_dim, dtype=dtype, device=device)
+
+
+def _head_dim(k_cache: Tensor) -> int:
+    return k_cache.shape[3] - (k_cache.dtype == torch.uint8)
+
+
+def _value_dim(k_cache: Tensor, v_cache: Tensor) -> int:
+    return v_cache.shape[2] // (k_cache.shape[2] * KEY_TILE) - 1 if v_cache.dtype == torch.uint8 else v_cache.shape[3]
 
 
 def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -184,7 +199,7 @@ def rope_write_kv(
     eps: float = 0.0,
 ) -> Tensor:
     """See reference.rope_write_kv."""
-    query = torch.empty(qkv.shape[0], num_heads, k_cache.shape[3])
+    query = torch.empty(qkv.shape[0], num_heads, _head_dim(k_cache))
     norms = (None if q_norm is None else _contiguous_float(q_norm), None if k_norm is None else _contiguous_float(k_norm))
     _cpu.rope_write_kv(_float(qkv), num_heads, num_kv_heads, _float(cos), _float(sin), k_cache, v_cache, slots, query, *norms, eps)
     return query.to(qkv.dtype)
@@ -205,7 +220,7 @@ def linear_rope_write_kv(
     eps: float = 0.0,
 ) -> Tensor:
     """``rope_write_kv(linear(x, packed), ...)`` in one call. x [T, K] float32 -> query [T, H, D]."""
-    query = torch.empty(x.shape[0], num_heads, k_cache.shape[3])
+    query = torch.empty(x.shape[0], num_heads, _head_dim(k_cache))
     _cpu.linear_rope_write_kv(x, packed, num_heads, num_kv_heads, cos, sin, k_cache, v_cache, slots, query, q_norm, k_norm, eps)
     return query
 
@@ -223,7 +238,7 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_attention."""
-    out = torch.empty(query.shape[0], query.shape[1], v_cache.shape[3])
+    out = torch.empty(query.shape[0], query.shape[1], _value_dim(k_cache, v_cache))
     wide_sinks = None if sinks is None else _contiguous_float(sinks)
     _cpu.paged_attention(
         _contiguous_float(query), k_cache, v_cache, block_tables, context_lens, query_start, out, scale, sliding_window, softcap, wide_sinks

@@ -1,5 +1,7 @@
 #include "kernels/cpu/pool.hpp"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -62,9 +64,15 @@ void* Scratch::reserve(size_t bytes) {
   if (bytes <= bytes_) return data_;
   std::free(data_);
   bytes_ = 0;
+  // Weights are read from end to end in every step: huge pages spare most of the address translation.
+  constexpr size_t kHugePage = size_t{2} << 20;
+  const size_t alignment = bytes >= kHugePage ? kHugePage : kCacheLine;
   const size_t rounded = (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
-  data_ = std::aligned_alloc(kCacheLine, rounded);
-  if (data_ == nullptr) throw std::bad_alloc();
+  if (posix_memalign(&data_, alignment, rounded) != 0) {
+    data_ = nullptr;
+    throw std::bad_alloc();
+  }
+  if (alignment == kHugePage) madvise(data_, rounded / kHugePage * kHugePage, MADV_HUGEPAGE);  // a wish; may be refused
   bytes_ = rounded;
   return data_;
 }

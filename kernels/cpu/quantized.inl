@@ -24,8 +24,8 @@ struct QuantizedGroup {
 
   TWINPLANE_INLINE QuantizedGroup(const uint8_t* panel, int64_t index) {
     const uint8_t* block = panel + index / kFormat.groups() * kFormat.packed_bytes(kPanelColumns);
-    const uint8_t* group = block + kFormat.head_bytes(kPanelColumns) +
-                           index % kFormat.groups() * kFormat.group_bytes(kPanelColumns);
+    const uint8_t* group =
+        block + kFormat.head_bytes(kPanelColumns) + index % kFormat.groups() * kFormat.group_bytes(kPanelColumns);
     words = group + kFormat.scales * kPanelColumns;
     prefetch<kFormat.packed_bytes(kPanelColumns) / kFormat.groups()>(group);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
@@ -40,8 +40,7 @@ struct QuantizedGroup {
       });
       if constexpr (kMinimum) {
         const F16 m = F16::load_half(halves + kPanelColumns + kColumn);
-        minimum[v.value] =
-            kFormat.scales == 0 ? m : F16::zero() - m * F16::load_int8(small + kPanelColumns + kColumn);
+        minimum[v.value] = kFormat.scales == 0 ? m : F16::zero() - m * F16::load_int8(small + kPanelColumns + kColumn);
       }
     });
   }
@@ -101,9 +100,8 @@ struct QuantizedGroup {
       for_quads<part.value>([&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
         unroll<4>([&](auto j) TWINPLANE_INLINE {
           F16 line[kPanelVectors];
-          unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
-            line[v.value] = weights<part.value, j.value>(numbers, v.value);
-          });
+          unroll<kPanelVectors>(
+              [&](auto v) TWINPLANE_INLINE { line[v.value] = weights<part.value, j.value>(numbers, v.value); });
           body(4 * t + j.value, line);
         });
       });
@@ -112,8 +110,8 @@ struct QuantizedGroup {
 
  private:
   TWINPLANE_INLINE void load_words(int64_t w, Words (&out)[kPanelVectors]) const {
-    unroll<kPanelVectors>(
-        [&](auto v) TWINPLANE_INLINE { out[v.value] = Words::load(words + w * kWordBytes + v.value * 64); });
+    unroll<kPanelVectors>([&](auto v)
+                              TWINPLANE_INLINE { out[v.value] = Words::load(words + w * kWordBytes + v.value * 64); });
   }
 };
 
@@ -136,8 +134,8 @@ void unpack(const void* panel, int64_t first, int64_t groups, float* out) {
   for (int64_t g = 0; g < groups; ++g, out += kGroup * kPanelColumns) {
     const QuantizedGroup<Kind> group(static_cast<const uint8_t*>(panel), first + g);
     group.for_lines([&](int64_t k, const F16(&line)[kPanelVectors]) TWINPLANE_INLINE {
-      unroll<kPanelVectors>(
-          [&](auto v) TWINPLANE_INLINE { line[v.value].store(out + k * kPanelColumns + v.value * 16); });
+      unroll<kPanelVectors>([&](auto v)
+                                TWINPLANE_INLINE { line[v.value].store(out + k * kPanelColumns + v.value * 16); });
     });
   }
 }
@@ -164,9 +162,8 @@ struct ActivationRows {
 
   TWINPLANE_INLINE ActivationRows(const ActivationGroup* x, int64_t groups_between_rows)
       : stride(groups_between_rows * static_cast<int64_t>(sizeof(ActivationGroup))) {
-    unroll<(Rows + 2) / 3>([&](auto i) TWINPLANE_INLINE {
-      base[i.value] = reinterpret_cast<const uint8_t*>(x) + 3 * i.value * stride;
-    });
+    unroll<(Rows + 2) / 3>(
+        [&](auto i) TWINPLANE_INLINE { base[i.value] = reinterpret_cast<const uint8_t*>(x) + 3 * i.value * stride; });
   }
   template <int R>
   TWINPLANE_INLINE const ActivationGroup& group(Index<R>) const {

@@ -24,11 +24,23 @@ struct F16 {
   static F16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   static F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
   static F16 load(const Bf16* p) { return {widen(p), widen(p + 8)}; }
+  static F16 load(const Fp8* p) {
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1),
+                                            _mm256_set1_epi16(static_cast<short>(0xBFFF)));
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  }
+  static F16 load_powers(const uint8_t* p) { return {power_of(p), power_of(p + 8)}; }
   static F16 load_first(const float* p, int64_t n) {
     return {_mm256_maskload_ps(p, first(n)), _mm256_maskload_ps(p + 8, first(n - 8))};
   }
   static F16 load_first(const Bf16* p, int64_t n) {
     Bf16 copy[16] = {};
+    for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+    return load(copy);
+  }
+  static F16 load_first(const Fp8* p, int64_t n) {
+    Fp8 copy[16] = {};
     for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
     return load(copy);
   }
@@ -88,6 +100,10 @@ struct F16 {
     const int count = static_cast<int>(n > 8 ? 8 : n);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
+  static __m256 power_of(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 23)), _mm256_set1_ps(256));
+  }
   static __m256 widen(const Bf16* p) {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
@@ -144,8 +160,8 @@ struct Words {
   }
 };
 
-// AVX2 multiplies unsigned by signed bytes and adds neighbours in 16 bits, saturating. Numbers below 16 are small enough
-// to add a whole group in 16 bits (8 quads * 2 * 15 * 127 < 2^15); signed ones give their sign to x first.
+// AVX2 multiplies unsigned by signed bytes and adds neighbours in 16 bits, saturating. Numbers below 16 are small
+// enough to add a whole group in 16 bits (8 quads * 2 * 15 * 127 < 2^15); signed ones give their sign to x first.
 template <int Greatest, bool Signed>
 struct Dot {
   static constexpr int32_t kOffset = 0;
@@ -160,8 +176,7 @@ struct Dot {
   }
   F16 minus(int32_t correction) const {
     const __m256i less = _mm256_set1_epi32(correction);
-    return {_mm256_cvtepi32_ps(_mm256_sub_epi32(wide(lo), less)),
-            _mm256_cvtepi32_ps(_mm256_sub_epi32(wide(hi), less))};
+    return {_mm256_cvtepi32_ps(_mm256_sub_epi32(wide(lo), less)), _mm256_cvtepi32_ps(_mm256_sub_epi32(wide(hi), less))};
   }
 
  private:

@@ -30,12 +30,20 @@ struct F16 {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
   }
+  // FP8 numbers divided by 256: as half-precision ones of the same digits.
+  static F16 load(const Fp8* p) { return from_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  // 256 * 2^(byte - 127): what FP8 numbers as loaded are to be multiplied with. 0 for byte 0, infinite for 255.
+  static F16 load_powers(const uint8_t* p) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 23)), _mm512_set1_ps(256))};
+  }
   // The first n lanes (0 <= n <= 16), zero beyond; touches no memory beyond.
   static F16 load_first(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
   static F16 load_first(const Bf16* p, int64_t n) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
   }
+  static F16 load_first(const Fp8* p, int64_t n) { return from_fp8(_mm_maskz_loadu_epi8(first(n), p)); }
   static F16 load_half(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
   }
@@ -67,6 +75,11 @@ struct F16 {
   bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
 
  private:
+  static F16 from_fp8(__m128i bytes) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+    return {
+        _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(static_cast<short>(0xBFFF))))};
+  }
   static __mmask16 first(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : n <= 0 ? 0u : (1u << n) - 1); }
 };
 

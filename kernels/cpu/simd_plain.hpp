@@ -37,11 +37,20 @@ struct F16 {
   static F16 load(const Bf16* p) {
     return each([&](int i) { return widen(p[i]); });
   }
+  static F16 load(const Fp8* p) {
+    return each([&](int i) { return half_to_float(fp8_as_half(p[i])); });
+  }
+  static F16 load_powers(const uint8_t* p) {
+    return each([&](int i) { return bits_float(static_cast<uint32_t>(p[i]) << 23) * 256; });
+  }
   static F16 load_first(const float* p, int64_t n) {
     return each([&](int i) { return i < n ? p[i] : 0.0f; });
   }
   static F16 load_first(const Bf16* p, int64_t n) {
     return each([&](int i) { return i < n ? widen(p[i]) : 0.0f; });
+  }
+  static F16 load_first(const Fp8* p, int64_t n) {
+    return each([&](int i) { return i < n ? half_to_float(fp8_as_half(p[i])) : 0.0f; });
   }
   static F16 load_half(const uint16_t* p) {
     return each([&](int i) { return half_to_float(p[i]); });

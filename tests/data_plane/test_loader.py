@@ -206,10 +206,11 @@ def write_gguf(model, path: Path, architecture: str, kind: gguf.GGMLQuantization
             value = value.reshape(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
         data = value.numpy()
         quantized = kind if data.ndim > 1 and "embed" not in name else gguf.GGMLQuantizationType.F32
+        if kind.name.endswith("_K") and name.split(".")[-2] in ("v_proj", "down_proj"):
+            quantized = gguf.GGMLQuantizationType.Q6_K  # as the usual mixtures of K-quants do
         target = names.get_name(name, try_suffixes=(".weight", ".bias")) + ("." + name.rsplit(".", 1)[1])
-        writer.add_tensor(
-            target.replace(".weight.weight", ".weight").replace(".bias.bias", ".bias"), gguf.quantize(data, quantized), raw_dtype=quantized
-        )
+        blocks = _k_quants(data.shape, quantized) if quantized.name.endswith("_K") else gguf.quantize(data, quantized)
+        writer.add_tensor(target.replace(".weight.weight", ".weight").replace(".bias.bias", ".bias"), blocks, raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -217,11 +218,23 @@ def write_gguf(model, path: Path, architecture: str, kind: gguf.GGMLQuantization
     return path
 
 
-def logits_of(path: Path) -> torch.Tensor:
+def _k_quants(shape: tuple[int, int], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Random blocks of about the size of weights: the gguf package can read these types, but not quantize to them."""
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(shape[0]).integers(0, 256, (shape[0], shape[1] // weights, size), dtype=np.uint8)
+    scale = np.full(1, 1e-4 if kind.name == "Q6_K" else 4e-4, np.float16).view(np.uint8)
+    if kind.name == "Q6_K":
+        blocks[:, :, 208:] = scale
+    else:
+        blocks[:, :, 0:2], blocks[:, :, 2:4] = scale, np.full(1, 3e-3, np.float16).view(np.uint8)  # their means nearly cancel
+    return blocks.reshape(shape[0], -1)
+
+
+def logits_of(path: Path, **options) -> torch.Tensor:
     """Logits of the last token of a prompt."""
     from twinplane.data_plane.batch import Batch
 
-    served = Served(path)
+    served = Served(path, **options)
     text = prompts((30,))[0]
     batch = Batch(
         token_ids=torch.tensor(text),
@@ -339,11 +352,107 @@ def test_E13_an_explicit_dtype_is_honoured_and_bfloat16_is_said_to_be_storage(si
     assert chosen.dtype == torch.bfloat16 and "storage only, arithmetic is float32" in chosen.reason
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
 @pytest.mark.parametrize("kernels", [None, "reference"])
 def test_E13_blocks_kept_as_they_are_answer_as_their_dequantized_values(kind, kernels, tmp_path):
     path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType[kind])
     assert served_tokens(path, dtype="auto", kernels=kernels) == served_tokens(path, dtype="float32", kernels="reference")
+
+
+def test_k_quants_are_served_without_a_dequantized_copy(tmp_path):
+    """q, k of one format and v of another, as one linear."""
+    path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType.Q4_K)
+    served = Served(path, dtype="auto")
+    layer = served.model._layers[0]
+    assert (layer.qkv.kind, layer.gate_up.kind, layer.down.kind) == ("Q4_K+Q6_K", "Q4_K", "Q6_K")
+    assert layer.gate_up.nbytes == 2 * 512 * 148  # per 256 weights of a row
+    assert set(served.model.memory()) == {"embedding_and_head", "attention", "mlp"}
+    assert served.model.memory()["mlp"].endswith(" MB Q4_K, Q6_K")
+
+
+# ------------------------------------------------------------------------- quantization, 8-bit activations
+
+
+@pytest.mark.parametrize(("quantization", "layers"), [("q8", "Q8_0"), ("q4", "Q4_1")])
+def test_weights_quantized_at_load_answer_as_the_same_weights_rounded(quantization, layers, tmp_path):
+    model = tiny_models.make(transformers.LlamaConfig(**WIDE))
+    tiny_models.save(model, tmp_path)
+    served = Served(tmp_path, dtype="auto", quantization=quantization)
+    assert served.format.name == f"{quantization}+float32" and layers in served.format.reason
+    assert served.model._layers[0].qkv.kind == layers and served.model._head.kind == "Q8_0"
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            kind = gguf.GGMLQuantizationType["Q8_0" if "embed" in name or "lm_head" in name else layers]
+            parameter.data = torch.from_numpy(gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind))
+    assert served_tokens(tmp_path, dtype="auto", quantization=quantization) == reference_tokens(model, prompts((9, 21)), 8)
+
+
+@pytest.mark.parametrize("quantization", ["q8", "q4"])
+def test_the_memory_plan_of_quantized_weights_is_what_they_take(quantization, tmp_path):
+    tiny_models.save(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path)
+    served = Served(tmp_path, dtype="auto", quantization=quantization)
+    model = served.model
+    held = sum(linear.nbytes for layer in model._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    held += model._embedding.nbytes + model._head.nbytes
+    assert served.format.bytes_held(served.shape, served.source.total_bytes) == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K"])
+def test_8_bit_activations_stay_near_the_exact_answer(kind, tmp_path):
+    path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType[kind])
+    exact, rounded = logits_of(path, dtype="auto"), logits_of(path, dtype="auto", activations="int8")
+    assert not torch.equal(exact, rounded)
+    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.99  # random weights amplify what is rounded
+
+
+def test_8_bit_activations_answer_the_same_alone_and_in_company(tmp_path):
+    path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType.Q4_1)
+    served = Served(path, dtype="auto", activations="int8")
+    assert served.format.name == "gguf+int8" and "activations are rounded to 8 bits" in served.format.reason
+
+    def answers(texts: list[list[int]], max_chunk: int) -> list[list[int]]:
+        worker, rings = served.session()
+        planner = Planner(worker, rings, block_size=served.block_size, num_blocks=served.num_blocks, max_chunk=max_chunk)
+        return planner.serve([Request(list(text), 12) for text in texts])
+
+    texts = prompts((9, 21, 40))
+    together = answers(texts, 7)
+    assert [answers([text], 64)[0] for text in texts] == together
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "q8", "dtype": "bfloat16"}, "dtype bfloat16 and quantization q8 both say how weights are held"),
+        (
+            {"activations": "int8", "dtype": "auto"},
+            "these are kept as float32: use a GGUF file with dtype auto, or",
+        ),
+        (
+            {"activations": "int8", "dtype": "auto", "quantization": "q8", "kernels": "reference"},
+            "is for weights of 4 to 8 bits",
+        ),
+    ],
+)
+def test_what_can_not_be_quantized_is_refused_with_the_alternatives(options, message, single):
+    with pytest.raises(DataPlaneError, match=message):
+        Served(single, **options)
+
+
+def test_quantizing_a_gguf_file_or_a_model_of_transformers_is_refused(tmp_path):
+    path = write_gguf(tiny_models.make(NATIVE["llama"]()), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType.F32)
+    with pytest.raises(DataPlaneError, match=r"quantization q4 is for safetensors: .*m\.gguf keeps the numbers it has"):
+        Served(path, dtype="auto", quantization="q4")
+    folder = tiny_models.save(tiny_models.make(tiny_models.FALLBACK["gpt2"]()), tmp_path / "gpt2")
+    with pytest.raises(DataPlaneError, match="GPT2LMHeadModel runs through transformers: use dtype float32 or bfloat16"):
+        Served(folder, dtype="auto", quantization="q4")
+
+
+def test_rows_that_do_not_divide_into_blocks_are_refused_by_name(tmp_path):
+    config = transformers.LlamaConfig(**{**tiny_models.COMMON, "intermediate_size": 100})
+    tiny_models.save(tiny_models.make(config), tmp_path)
+    with pytest.raises(WeightError, match=r"down_proj\.weight has rows of 100 numbers, quantization q8 needs a multiple of 32"):
+        Served(tmp_path, dtype="auto", quantization="q8")
 
 
 def test_E13_float16_weights_with_large_activations_stay_finite(tmp_path):

@@ -150,7 +150,9 @@ def test_a_refused_data_plane_ends_with_the_reason(config, capsys):
     [
         ({"model": "/nowhere/model"}, "/nowhere/model does not exist"),
         ({"dtype": "float16"}, "float16 is not computed on CPUs"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype 'fp8_e4m3' is not supported on CPUs: use float32, bfloat16 or auto"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype 'float16' is not supported on CPUs: use float32, bfloat16, fp8_e4m3 or auto"),
+        ({"kv_cache_dtype": "fp8_e4m3", "kernels": "reference"}, "kv_cache_dtype fp8_e4m3 needs the native kernels"),
+        ({"cpu_activations": "int8"}, "cpu_activations int8 is for weights of 4 to 8 bits"),
         ({"kv_cache_bytes": 100}, "Raise --kv-cache-bytes (now 100)"),
         ({"max_model_len": 257}, "max_model_len is 257, but the model has positions for 256 tokens"),
         ({"device": "cuda"}, "device 'cuda' is not available: use cpu"),

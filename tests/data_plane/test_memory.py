@@ -7,8 +7,9 @@ import torch
 from twinplane.data_plane import host
 from twinplane.data_plane.config import DataPlaneConfig
 from twinplane.data_plane.host import HostMemory
-from twinplane.data_plane.kv_cache import KVSpec, LayerKV, choose_block_size
+from twinplane.data_plane.kv_cache import KV_DTYPES, KVCache, KVSpec, LayerKV, choose_block_size, kv_dtype_name
 from twinplane.data_plane.memory import DEFAULT_KV_BYTES, MemoryPlanError, Needs, make_plan
+from twinplane.kernels import registry
 
 GIB = 1 << 30
 SPEC = KVSpec((LayerKV(3, 64, 64),) * 30, torch.float32, 16)  # 46,080 bytes per token
@@ -25,6 +26,19 @@ def plan(host_memory: HostMemory = HOST, *, max_model_len: int = 8192, given: bo
 def test_bytes_per_token_count_keys_and_values_of_every_layer():
     assert SPEC.bytes_per_token == 2 * 30 * 3 * 64 * 4
     assert KVSpec(SPEC.layers, torch.bfloat16, 16).bytes_per_token * 2 == SPEC.bytes_per_token
+
+
+def test_fp8_takes_about_half_of_bfloat16_powers_included():
+    fp8, bf16 = (KVSpec(SPEC.layers, dtype, 16).bytes_per_token for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+    assert fp8 == 2 * 30 * 3 * (64 + 1) and fp8 <= 0.516 * bf16
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_an_allocated_cache_is_as_large_as_planned(dtype):
+    spec = KVSpec((LayerKV(3, 64, 48),) * 2, KV_DTYPES[dtype], 32)
+    cache = KVCache(spec, 5, registry.select("cpu"), "cpu")
+    assert sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) == 5 * spec.bytes_per_block
+    assert kv_dtype_name(spec.dtype) == dtype
 
 
 @pytest.mark.parametrize(("head_dim", "size"), [(16, 16), (64, 16), (80, 32), (128, 32), (256, 64)])

@@ -89,7 +89,7 @@ def weight_checksum(model: LlamaModel) -> float:
     return sum(float(tensor.double().abs().sum()) for tensor in tensors)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_logits_do_not_depend_on_how_a_prompt_was_chunked(kv_dtype, tmp_path):
     served = Served(tiny_models.save(tiny_models.make(NATIVE["llama"]()), tmp_path), kv_dtype=kv_dtype)
     texts = prompts((90,))

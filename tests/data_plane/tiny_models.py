@@ -130,6 +130,8 @@ class Served:
         kv_dtype: torch.dtype = torch.float32,
         block_size: int | None = None,
         kernels: str | None = None,
+        quantization: str = "none",
+        activations: str = "float",
     ) -> None:
         card = read_model_card(path)
         config = text_config(card)
@@ -137,7 +139,9 @@ class Served:
         self.shape = cls.shape(config)
         self.device = CpuDevice(threads=1, kernels=kernels)  # on a busy machine a second thread costs more than it gives
         self.source = open_weights(card)
-        self.format = self.device.choose_format(dtype, card, native=cls.computes_with_kernels)
+        self.format = self.device.choose_format(
+            dtype, card, native=cls.computes_with_kernels, quantization=quantization, activations=activations
+        )
         context = BuildContext(card.path, config, self.source, self.device.ops, self.format, max_model_len)
         self.model: Model = self.device.load(cls, context)
         self.block_size = block_size or choose_block_size(self.shape.layers[0].head_dim, kv_dtype)

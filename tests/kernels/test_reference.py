@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_oracle import dense_attention, filled_cache, paged_batch
 from twinplane.kernels import reference, registry
+from twinplane.kernels.cpu import ops as cpu_ops
 
 sizes = st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=5)
 
@@ -151,6 +152,19 @@ def test_registry_takes_a_group_of_operations_from_one_module():
     for group in registry.GROUPS:
         assert len({ops.sources[name] for name in group}) == 1
     assert set(ops.sources) == set(reference.OPERATIONS)
+
+
+def test_registry_fuses_only_what_one_module_understands(monkeypatch):
+    assert registry.select("cpu").linear_rope_write_kv is cpu_ops.linear_rope_write_kv
+    monkeypatch.delattr(cpu_ops, "write_kv")  # now the cache is the reference's, the packed weights are not
+    ops = registry.select("cpu")
+    assert (ops.sources["linear"], ops.sources["rope_write_kv"]) == (cpu_ops.__name__, reference.__name__)
+    k_cache, v_cache = ops.allocate_kv(1, 1, 16, 8, 8, torch.float32, "cpu")
+    x, weight, cos = torch.randn(2, 32), torch.randn(24, 32), torch.ones(2, 4)
+    arguments = (1, 1, cos, torch.zeros(2, 4), k_cache, v_cache, torch.arange(2))
+    query = ops.linear_rope_write_kv(x, ops.pack_linear(weight), *arguments)
+    torch.testing.assert_close(query.flatten(1), x @ weight[:8].T)
+    torch.testing.assert_close(v_cache[0, 0, :2], x @ weight[16:].T)
 
 
 def test_registry_names_what_it_has_when_asked_for_something_else():

@@ -99,22 +99,27 @@ void linear_rows_agree(WeightKind kind, int64_t out, int64_t in,
 }
 
 // A chunk at the end of a context that ends inside its last block, the cache sized exactly.
-void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, int64_t window) {
+void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, int64_t window,
+                          kernels::KvType type = kernels::KvType::kFloat32) {
   constexpr int64_t kHeads = 6, kKvHeads = 2, kBlock = 16, kChunk = 9;
   kernels::Pool& pool = kernels::Pool::instance();
   const int64_t blocks = (context + kBlock - 1) / kBlock;
-  Floats keys(static_cast<size_t>(blocks * kKvHeads * kBlock * head_dim));
-  Floats values(static_cast<size_t>(blocks * kKvHeads * kBlock * value_dim));
-  const kernels::KvCache cache{keys.data(),
-                               values.data(),
-                               false,
-                               blocks,
-                               kKvHeads,
-                               kBlock,
-                               head_dim,
-                               value_dim,
-                               kKvHeads * kBlock * head_dim,
-                               kKvHeads * kBlock * value_dim};
+  kernels::KvCache cache{.keys = nullptr,
+                         .values = nullptr,
+                         .type = type,
+                         .num_blocks = blocks,
+                         .num_kv_heads = kKvHeads,
+                         .block_size = kBlock,
+                         .head_dim = head_dim,
+                         .value_dim = value_dim,
+                         .key_block_stride = 0,
+                         .value_block_stride = 0};
+  cache.key_block_stride = kKvHeads * cache.key_head_elements();
+  cache.value_block_stride = kKvHeads * cache.value_head_elements();
+  std::vector<uint8_t> keys(static_cast<size_t>(blocks * cache.key_block_stride * cache.element_bytes()));
+  std::vector<uint8_t> values(static_cast<size_t>(blocks * cache.value_block_stride * cache.element_bytes()));
+  cache.keys = keys.data();
+  cache.values = values.data();
   std::vector<int64_t> slots(static_cast<size_t>(context));
   std::vector<int32_t> table(static_cast<size_t>(blocks));
   for (int64_t i = 0; i < context; ++i) slots[static_cast<size_t>(i)] = (blocks - 1 - i / kBlock) * kBlock + i % kBlock;
@@ -166,7 +171,8 @@ void elementwise(int64_t dim) {
 }
 
 void pool_from_several_threads() {
-  const kernels::PackedLinear linear = pack(WeightKind::kFloat32, 70, 64, random_floats(70, 9), kernels::Activations::kFloat);
+  const kernels::PackedLinear linear =
+      pack(WeightKind::kFloat32, 70, 64, random_floats(70, 9), kernels::Activations::kFloat);
   const Floats x = random_floats(30 * 64, 10);
   const Floats want = run(linear, x, 30);
   std::vector<std::thread> callers;
@@ -205,6 +211,11 @@ int main() {
     attention_rows_agree(20, 7, 600, 0);
     attention_rows_agree(64, 80, 5, 3);
     attention_rows_agree(33, 33, 530, 100);
+    for (const kernels::KvType type : {kernels::KvType::kBfloat16, kernels::KvType::kFp8}) {
+      attention_rows_agree(80, 80, 40, 0, type);
+      attention_rows_agree(20, 7, 600, 0, type);
+      attention_rows_agree(33, 33, 530, 100, type);
+    }
     for (int64_t dim : {1, 2, 15, 16, 17, 100}) elementwise(dim);
     pool_from_several_threads();
     std::printf("%s: clean\n", name);
