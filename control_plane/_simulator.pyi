@@ -41,6 +41,8 @@ class Trace:
         prompt_tokens: NDArray[np.uint32],
         output_tokens: NDArray[np.uint32],
         priority: NDArray[np.int32],
+        tenant: NDArray[np.uint32],  # index into `tenants`
+        tenants: Sequence[str],
         run_offsets: NDArray[np.uint64],
         run_stream: NDArray[np.uint64],
         run_first: NDArray[np.uint64],

@@ -19,7 +19,7 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
 def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in figures.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name} {part}", v) for part, v in value.items())
+            yield from ((f"{name} {part}", v) for part, v in _flat(value))
         else:
             yield name, value
 

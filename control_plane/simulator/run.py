@@ -75,9 +75,13 @@ class Result:
     """What came out. Arrays are ``[requests]``; times in virtual seconds, NaN where it did not come to that."""
 
     system: str
-    prompt_tokens: NDArray[np.uint32]
+    trace: Trace
     raw: dict[str, Any]  # see _simulator.pyi
     wall_s: float
+
+    @property
+    def prompt_tokens(self) -> NDArray[np.uint32]:
+        return self.trace.prompt_tokens
 
     @property
     def is_finished(self) -> NDArray[np.bool_]:
@@ -150,7 +154,21 @@ class Result:
             "steps": totals["steps"],
             "sequence_steps": totals["sequence_steps"],
             "sequence_steps_per_real_s": totals["sequence_steps"] / max(self.wall_s, 1e-9),
+            "tenants": self.tenants(),
         }
+
+    def tenants(self) -> dict[str, dict[str, Any]]:
+        """Of each tenant, if there are several: requests, output tokens, time to first token."""
+        if len(self.trace.tenants) < 2:
+            return {}
+        ttft_ms = (self.raw["first_token_s"] - self.raw["arrival_s"]) * 1e3
+        found = {}
+        for i, name in enumerate(self.trace.tenants):
+            mine = self.trace.tenant == i
+            answered = mine & ~np.isnan(ttft_ms)
+            tokens = int(self.raw["tokens"][mine].sum())
+            found[name] = {"requests": int(mine.sum()), "output_tokens": tokens, "ttft_ms": _distribution(ttft_ms[answered])}
+        return found
 
 
 def _share(part: float, whole: float) -> float:
@@ -205,4 +223,4 @@ def simulate(
         raw = _simulator.contiguous(native, device, options, reservation=reservation, capacity_tokens=capacity, progress=progress, **limits)
     else:
         raise ValueError(f"unknown system {system!r}")
-    return Result(system, trace.prompt_tokens, raw, time.monotonic() - started)
+    return Result(system, trace, raw, time.monotonic() - started)

@@ -48,6 +48,7 @@ class Row:
     output: int
     runs: list[Run] | None = None  # None: a prompt that shares nothing
     priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Trace:
     prompt_tokens: NDArray[np.uint32]
     output_tokens: NDArray[np.uint32]
     priority: NDArray[np.int32]
+    tenant: NDArray[np.uint32]  # index into tenants
+    tenants: tuple[str, ...]
     run_offsets: NDArray[np.uint64]  # [requests + 1]
     runs: NDArray[np.uint64]  # [runs, 3]: stream, first, length
 
@@ -80,6 +83,7 @@ class Trace:
             prompt_tokens=self.prompt_tokens[:count],
             output_tokens=self.output_tokens[:count],
             priority=self.priority[:count],
+            tenant=self.tenant[:count],
             run_offsets=self.run_offsets[: count + 1],
             runs=self.runs[:runs],
         )
@@ -97,6 +101,8 @@ class Trace:
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
             priority=self.priority,
+            tenant=self.tenant,
+            tenants=self.tenants,
             run_offsets=self.run_offsets,
             run_stream=np.ascontiguousarray(self.runs[:, 0]),
             run_first=np.ascontiguousarray(self.runs[:, 1]),
@@ -116,12 +122,15 @@ def build(name: str, rows: Iterable[Row]) -> Trace:
         runs += row.runs if row.runs is not None else [Run(_private(i), 0, row.prompt)]
         offsets.append(len(runs))
     first = (listed[0].arrival_s or 0.0) if timed else 0.0
+    tenants = {name: i for i, name in enumerate(dict.fromkeys(row.tenant for row in listed))}
     return Trace(
         name=name,
         arrival_s=np.array([(row.arrival_s or 0.0) - first for row in listed]) if timed else None,
         prompt_tokens=np.array([row.prompt for row in listed], dtype=np.uint32),
         output_tokens=np.array([row.output for row in listed], dtype=np.uint32),
         priority=np.array([row.priority for row in listed], dtype=np.int32),
+        tenant=np.array([tenants[row.tenant] for row in listed], dtype=np.uint32),
+        tenants=tuple(tenants),
         run_offsets=np.array(offsets, dtype=np.uint64),
         runs=np.array(runs, dtype=np.uint64).reshape(-1, 3),
     )
@@ -359,15 +368,19 @@ def _agentic_hashes(request: _Line) -> Iterator[tuple[int, int]]:
 
 
 def _own(path: Path) -> Iterator[Row]:
-    """Our format: ``{"arrival_s": 0.5, "prompt_tokens": 300, "output_tokens": 40, "prefix": [["name", 200]], "priority": 0}``.
+    """Our format: ``{"arrival_s": 0.5, "prompt_tokens": 300, "output_tokens": 40, "prefix": [["name", 200]], "tenant": "x"}``.
 
-    ``prefix`` (may be left out): the prompt begins with so many tokens of each named text; the rest is its own.
+    ``prefix``: the prompt begins with so many tokens of each named text; the rest is its own. It, ``tenant`` and ``priority`` may be
+    left out.
     """
     names: dict[str, int] = {}
     for i, line in enumerate(_json_lines(path)):
         prompt = line.length("prompt_tokens")
         arrival_s = line.number("arrival_s", _MAX_SECONDS) if "arrival_s" in line.fields else None
         priority = line.integer("priority", 1 << 30, -(1 << 30)) if "priority" in line.fields else 0
+        tenant = line.fields.get("tenant", "")
+        if not isinstance(tenant, str) or len(tenant) > 64:
+            raise line.fail(f"tenant is {_shown(tenant)}, expected at most 64 characters")
         runs: list[Run] = []
         for pair in line.items("prefix") if "prefix" in line.fields else []:
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], int) and pair[1] > 0):
@@ -378,7 +391,7 @@ def _own(path: Path) -> Iterator[Row]:
             raise line.fail(f"the prefixes are {prompt - rest} tokens long, the prompt only {prompt}")
         if rest:
             runs.append(Run(_private(i), 0, rest))
-        yield Row(arrival_s, prompt, line.length("output_tokens"), runs, priority)
+        yield Row(arrival_s, prompt, line.length("output_tokens"), runs, priority, tenant)
 
 
 class Reader(NamedTuple):

@@ -196,13 +196,14 @@ def arrays(**changes: Any) -> dict[str, Any]:
         "prompt_tokens": [3, 4],
         "output_tokens": [1, 2],
         "priority": [0, 0],
+        "tenant": [0, 0],
         "run_offsets": [0, 1, 3],
         "run_stream": [1, 1, 2],
         "run_first": [0, 0, 0],
         "run_length": [3, 2, 2],
     } | changes
     kinds = {"arrival_ns": np.uint64, "run_offsets": np.uint64, "run_stream": np.uint64, "run_first": np.uint64, "priority": np.int32}
-    return {name: np.array(values, dtype=kinds.get(name, np.uint32)) for name, values in given.items()}
+    return {name: np.array(values, dtype=kinds.get(name, np.uint32)) for name, values in given.items()} | {"tenants": ["somebody"]}
 
 
 def test_runs_say_which_prompts_begin_alike():
@@ -227,6 +228,8 @@ def test_runs_say_which_prompts_begin_alike():
         ({"run_offsets": [0, 3]}, "run_offsets"),
         ({"run_offsets": [0, 4, 3]}, "request"),
         ({"priority": [0]}, "one length"),
+        ({"tenant": [0]}, "one length"),
+        ({"tenant": [0, 1]}, "request 1: is of a tenant without a name"),
         ({"run_first": [0]}, "one length"),
     ],
 )

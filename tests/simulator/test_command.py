@@ -163,3 +163,20 @@ def test_verdicts_can_go_either_way():
     assert cells.at_least("n", "s", 2.0, 2.0).verdict == "ok" and cells.at_least("n", "s", 1.9, 2.0).verdict == "short"
     assert cells.at_most("n", "s", 1.3, 1.3).verdict == "ok" and cells.at_most("n", "s", 1.4, 1.3).verdict == "short"
     assert cells.between("n", "s", 1.6, 1.7, 2.7).verdict == "short" and cells.between("n", "s", 3.0, 1.7, 2.7).verdict == "ok"
+
+
+def test_a_fair_share_shields_a_tenant_from_another_ones_flood(capsys, tmp_path):
+    flood = [{"arrival_s": 0.0, "prompt_tokens": 500, "output_tokens": 50, "tenant": "loud"} for _ in range(600)]
+    quiet = [{"arrival_s": 1.0 + i, "prompt_tokens": 500, "output_tokens": 50, "tenant": "quiet"} for i in range(5)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, flood + quiet)))
+    base = ("--trace", str(path), "--device", "h100-llama-8b", "--max-num-seqs", "32", "--json")
+
+    def quiet_ttft_ms(policy: str) -> float:
+        code, out, err = simulate(capsys, *base, "--policy", policy)
+        assert code == 0, err
+        tenants = json.loads(out.splitlines()[-1])["systems"]["twinplane"]["tenants"]
+        assert tenants["loud"]["requests"] == 600 and tenants["quiet"]["output_tokens"] == 250
+        return tenants["quiet"]["ttft_ms"]["max"]
+
+    assert quiet_ttft_ms("fair") < quiet_ttft_ms("fcfs") / 5

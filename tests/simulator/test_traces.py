@@ -142,10 +142,18 @@ def test_agentic_conversations_share_within_and_not_between(write):
 def test_our_own_format(write):
     rows = [
         {"arrival_s": 0.5, "prompt_tokens": 30, "output_tokens": 4, "prefix": [["system", 20]]},
-        {"arrival_s": 0.0, "prompt_tokens": 25, "output_tokens": 4, "prefix": [["system", 20], ["tools", 5]], "priority": -2},
+        {
+            "arrival_s": 0.0,
+            "prompt_tokens": 25,
+            "output_tokens": 4,
+            "prefix": [["system", 20], ["tools", 5]],
+            "priority": -2,
+            "tenant": "x",
+        },
     ]
     trace = load(write("\n".join(map(json.dumps, rows)), "trace.jsonl"))
     assert list(trace.priority) == [-2, 0] and list(trace.arrival_s) == [0.0, 0.5]
+    assert [trace.tenants[i] for i in trace.tenant] == ["x", ""]
     assert common(*prompts(trace)) == 20
 
 
@@ -179,6 +187,7 @@ HOSTILE = [
     ("trace.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "prefix": [["a"]]}', r"prefix holds \['a'\]"),
     ("trace.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "prefix": [["a", -1]]}', "prefix holds"),
     ("trace.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "priority": 1e20}', "priority is 1e"),
+    ("trace.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "tenant": 7}', "tenant is 7"),
     ("trace.jsonl", '{"prompt_tokens": 5}', "no known format"),
     ("trace.jsonl", agentic_line(reqs=[3]), r"reqs\[0\] is 3, expected an object"),
     ("trace.jsonl", agentic_line(reqs=[{"t": 0, "in": 5, "out": 1, "h": [[1, 2]]}]), r"128 hashed tokens do not make a prompt of 5"),

@@ -13,8 +13,12 @@ namespace {
 
 }  // namespace
 
-Trace::Trace(std::vector<Request> requests, std::vector<uint64_t> run_offsets, std::vector<Run> runs)
-    : requests_(std::move(requests)), run_offsets_(std::move(run_offsets)), runs_(std::move(runs)) {
+Trace::Trace(std::vector<Request> requests, std::vector<std::string> tenants, std::vector<uint64_t> run_offsets,
+             std::vector<Run> runs)
+    : requests_(std::move(requests)),
+      tenants_(std::move(tenants)),
+      run_offsets_(std::move(run_offsets)),
+      runs_(std::move(runs)) {
   if (run_offsets_.size() != size() + 1 || run_offsets_.front() != 0 || run_offsets_.back() != runs_.size()) {
     throw std::invalid_argument(
         "run_offsets must have one entry more than there are requests, from 0 to the number of runs");
@@ -23,6 +27,7 @@ Trace::Trace(std::vector<Request> requests, std::vector<uint64_t> run_offsets, s
     const Request& request = requests_[i];
     if (i != 0 && request.arrival < requests_[i - 1].arrival) refuse(i, "arrives before the one ahead of it");
     if (request.prompt_tokens == 0) refuse(i, "has an empty prompt");
+    if (request.tenant >= tenants_.size()) refuse(i, "is of a tenant without a name");
     if (request.output_tokens == 0) refuse(i, "asks for no output");
     if (uint64_t{request.prompt_tokens} + request.output_tokens > INT32_MAX) refuse(i, "is longer than 2^31 tokens");
     if (run_offsets_[i + 1] < run_offsets_[i]) refuse(i, "has a negative number of runs");

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "control_plane/core/types.hpp"
@@ -25,6 +26,7 @@ struct Request {
   uint32_t prompt_tokens;  // >= 1, the sum of its runs
   uint32_t output_tokens;  // >= 1
   int32_t priority;
+  uint32_t tenant;  // index of its name
 };
 
 // The token at `position` of a stream: as good as random, so that different streams share no block.
@@ -40,10 +42,12 @@ class Trace {
  public:
   // Request i's prompt is runs[run_offsets[i]] up to runs[run_offsets[i + 1]]. Throws std::invalid_argument naming the
   // first request that makes no sense.
-  Trace(std::vector<Request> requests, std::vector<uint64_t> run_offsets, std::vector<Run> runs);
+  Trace(std::vector<Request> requests, std::vector<std::string> tenants, std::vector<uint64_t> run_offsets,
+        std::vector<Run> runs);
 
   size_t size() const { return requests_.size(); }
   const Request& operator[](size_t i) const { return requests_[i]; }
+  const std::string& tenant_of(size_t i) const { return tenants_[requests_[i].tenant]; }
   std::span<const Run> runs_of(size_t i) const {
     return std::span(runs_).subspan(run_offsets_[i], run_offsets_[i + 1] - run_offsets_[i]);
   }
@@ -53,6 +57,7 @@ class Trace {
 
  private:
   std::vector<Request> requests_;
+  std::vector<std::string> tenants_;
   std::vector<uint64_t> run_offsets_;
   std::vector<Run> runs_;
 };

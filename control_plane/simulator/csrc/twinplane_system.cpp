@@ -50,6 +50,7 @@ void TwinplaneSystem::submit(size_t i, Nanos now) {
   if (uint64_t{request.prompt_tokens} + request.output_tokens < config_.max_model_len.value) ++params.max_tokens;
   params.eos_token_ids = {kEos};
   params.priority = request.priority;
+  params.tenant = trace_.tenant_of(i);
   params.sampling.seed = i;  // comes back in RowOpen, and says whose row it is
   const auto refusal = gate_.enter({i}, prompt_, std::move(params), now,
                                    [this](std::unique_ptr<core::Sequence> s) { scheduler_.accept(std::move(s)); });

@@ -29,6 +29,7 @@ class Round {
     config.max_chunk_tokens = {roll(1, 40)};
     config.depth = roll(1, 3);
     config.max_waiting_requests = 300;
+    if (roll(0, 1) == 0) config.policy = core::Policy::kFair;
     config.max_model_len = {2 * kLongest};
     core::Pool pool;
     pool.num_blocks = {roll(2 * kLongest / kBlockSize, 100)};
@@ -61,9 +62,9 @@ class Round {
       runs.push_back({stream, 0, shared});
       runs.push_back({1000 + i, 0, prompt - shared});
       offsets.push_back(runs.size());
-      requests.push_back({now, prompt, roll(1, kLongest), static_cast<int32_t>(roll(0, 1))});
+      requests.push_back({now, prompt, roll(1, kLongest), static_cast<int32_t>(roll(0, 1)), roll(0, 2)});
     }
-    return {std::move(requests), std::move(offsets), std::move(runs)};
+    return {std::move(requests), {"a", "b", "c"}, std::move(offsets), std::move(runs)};
   }
 
   template <typename Make>
