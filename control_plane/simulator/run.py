@@ -22,9 +22,10 @@ Progress = Callable[[int, float], object] | None
 # Host time of a step in microseconds, by sequences in it, where the device model does not hold it already.
 # twinplane: `twinplane bench tick`, median, docs/performance.md; with steps in flight it is hidden behind them.
 TWINPLANE_HOST_US: Points = ((0, 2.0), (64, 3.3), (256, 15.3), (1024, 65.0), (4096, 333.0))
-# prefill-first: schedule() and update of vLLM 0.33's Python scheduler, medians on the same two-core machine, the lower ones of what was
-# measured (1.16 ms at 64, 4.4 to 8.9 at 256, 19.2 to 22.3 at 1,024; 8.8 ms of output processing at 1,024 are left out).
-PYTHON_HOST_US: Points = ((0, 0.0), (64, 1160.0), (256, 4400.0), (1024, 19200.0))
+# prefill-first: schedule(), update and output processing of vLLM 0.33 in Python, medians on the same two-core machine. Of schedule() and
+# update the middle of what several runs gave: 1.16 ms at 64, 4.4 to 8.9 at 256, 19.2 to 22.3 at 1,024. Output processing took 8.8 ms at
+# 1,024, and is taken to grow with the sequences.
+PYTHON_HOST_US: Points = ((0, 0.0), (64, 1710.0), (256, 8850.0), (1024, 29550.0))
 
 UNFINISHED, FINISHED, REFUSED, GIVEN_UP = 0, 1, 2, 3  # outcomes
 
