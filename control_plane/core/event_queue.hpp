@@ -62,6 +62,7 @@ class EventQueue {
     Sequence* oldest = nullptr;
     for (Sequence* sequence = std::exchange(batch_, nullptr); sequence != nullptr;) {
       Sequence* const next = std::exchange(sequence->next_in_batch, nullptr);
+      __builtin_prefetch(next != nullptr ? &next->next_in_batch : nullptr, 1);  // before the locked instruction
       sequence->is_in_batch = false;
       if (!hand_over(*sequence)) {  // linked in already; it may be gone by now
         sequence = next;
@@ -103,10 +104,10 @@ class EventQueue {
 
   // True if the sequence is to be linked in.
   static bool hand_over(Sequence& sequence) {
-    const uint32_t old = sequence.state == SequenceState::kFinished
-                             ? sequence.handoff.fetch_or(kQueued | kFinished, std::memory_order_acq_rel)  // [E5]
-                             : sequence.handoff.fetch_or(kQueued, std::memory_order_acq_rel);             // [E2]
-    return (old & kQueued) == 0;
+    if (sequence.state == SequenceState::kFinished) {
+      return (sequence.handoff.fetch_or(kQueued | kFinished, std::memory_order_acq_rel) & kQueued) == 0;  // [E5]
+    }
+    return (sequence.handoff.fetch_or(kQueued, std::memory_order_acq_rel) & kQueued) == 0;  // [E2]
   }
 
   Inbox<Sequence, &Sequence::next_event> queue_;

@@ -33,6 +33,7 @@ void Planner::deal_to_decodes(const State& state, Residency& residency) {
   const TokenCount block_size = state.session.pool.block_size;
   behind_.clear();
   for (size_t i = 0; i < state.running.size(); ++i) {
+    if (i + kPrefetchDistance < state.running.size()) state.running[i + kPrefetchDistance].prefetch();
     Sequence& sequence = state.running[i];
     if (plan_.yields.test(i) || sequence.ends_in_flight()) continue;
     if (sequence.distance() != TokenCount{1}) {

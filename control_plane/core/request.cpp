@@ -10,6 +10,8 @@ constexpr uint32_t kRecordHeader = 3;  // {row, kind, n}
 
 uint32_t record(size_t words) { return words == 0 ? 0 : kRecordHeader + static_cast<uint32_t>(words); }
 
+uint32_t filter_bit(int32_t token) { return 1u << (static_cast<uint32_t>(token) % 32); }
+
 std::vector<StopToken> sorted_stops(const RequestParams& params) {
   std::vector<StopToken> stops;
   stops.reserve(params.eos_token_ids.size() + params.stop_token_ids.size());
@@ -38,6 +40,7 @@ Sequence::Sequence(RequestId request, std::span<const int32_t> prompt, RequestPa
       limit(num_tokens + request_params.max_tokens),
       prompt_tokens(num_tokens),
       stops_from(request_params.min_tokens),
+      stop_filter(0),
       stops(sorted_stops(request_params)),
       id(request),
       params(std::move(request_params)),
@@ -45,6 +48,7 @@ Sequence::Sequence(RequestId request, std::span<const int32_t> prompt, RequestPa
   tokens = std::make_unique_for_overwrite<int32_t[]>(limit.value);
   std::ranges::copy(prompt, tokens.get());
   if (params.logprobs) choices = std::make_unique_for_overwrite<Choice[]>(params.max_tokens.value);
+  for (const StopToken& stop : stops) stop_filter |= filter_bit(stop.token);
   fit_blocks(block_size);
 }
 
@@ -62,7 +66,7 @@ FinishReason Sequence::append(int32_t token, float logprob, uint32_t rank) {
   tokens[num_tokens.value] = token;
   ++num_tokens;
   --num_pending;
-  if (emitted() > stops_from) {
+  if ((stop_filter & filter_bit(token)) != 0 && emitted() > stops_from) {
     const auto stop = std::ranges::lower_bound(stops, token, {}, &StopToken::token);
     if (stop != stops.end() && stop->token == token) {
       match = token;

@@ -67,6 +67,9 @@ WordCount extra_words(const RequestParams& params, TokenCount prompt_tokens, Tok
 // WAITING: in the queue. RUNNING: has a row and blocks. FINISHED: for the poller to read and free.
 enum class SequenceState : uint8_t { kWaiting, kRunning, kFinished };
 
+// How many sequences ahead a loop over them asks for memory: about as long as a miss takes.
+inline constexpr uint32_t kPrefetchDistance = 8;
+
 // One chain of tokens; today a request is exactly one.
 //
 // Known tokens are those in `tokens` and, at most one per step in flight, those being sampled (`num_pending`).
@@ -118,6 +121,17 @@ struct alignas(64) Sequence {
   // The one transition function; asserts that the contract's diagram has the edge.
   void become(SequenceState next);
 
+  // Loops over many sequences ask for those a few turns ahead: each is a cache miss or several, and they overlap.
+  void prefetch() const {
+    __builtin_prefetch(this, 1);
+    __builtin_prefetch(&stops, 1);
+  }
+  // The places append() writes to. Reads the sequence itself, so that should have been prefetched before.
+  void prefetch_places() const {
+    __builtin_prefetch(tokens.get() + num_tokens.value, 1);
+    if (choices != nullptr) __builtin_prefetch(choices.get() + emitted().value, 1);
+  }
+
   // Makes the block list long enough for another block size. Allocates only if that is smaller than the last one.
   void fit_blocks(TokenCount block_size);
 
@@ -133,6 +147,7 @@ struct alignas(64) Sequence {
   TokenCount limit;    // prompt + max_tokens
   TokenCount prompt_tokens;
   TokenCount stops_from;  // output tokens before a stop token counts (min_tokens)
+  uint32_t stop_filter;   // bit t % 32 for each stop token t: most tokens need no look at `stops`
   SequenceState state = SequenceState::kWaiting;
   bool is_protected = false;  // resumed and no token emitted since: may not be preempted (INV-7)
   uint8_t failed_steps = 0;   // consecutive failed steps it was in

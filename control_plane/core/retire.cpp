@@ -37,10 +37,21 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
           text(session_->capacities.max_results));
   }
   StepRecord& record = session_->record(session_->retired);
-  for (uint32_t i = 0; i < header.num_entries; ++i) {
+  const auto entry_at = [&](uint32_t i) {
     wire::ResultEntry entry;
     std::memcpy(&entry, slot + layout.entries + i * sizeof(entry), sizeof(entry));
-    take_entry(entry, record, now);
+    return entry;
+  };
+  // Whose token an entry further on is, if anyone's; null also past the end.
+  const auto owner_of = [&](uint32_t i) -> const Sequence* {
+    if (i >= header.num_entries) return nullptr;
+    const uint32_t row = entry_at(i).row;
+    return row < session_->rows.size() ? session_->rows.owner({row}) : nullptr;
+  };
+  for (uint32_t i = 0; i < header.num_entries; ++i) {
+    if (const Sequence* const later = owner_of(i + 2 * kPrefetchDistance)) later->prefetch();
+    if (const Sequence* const next = owner_of(i + kPrefetchDistance)) next->prefetch_places();
+    take_entry(entry_at(i), record, now);
   }
   if (header.last != 0) complete_step(record, header, now);
 }
