@@ -25,6 +25,7 @@ BENCHMARKS = {
     "admit": "the pass that admits a crowd of waiting prompts",
     "prefix": "a hit in the prefix cache: exact lookup and pin",
     "kernels": "the kernels the models run on, by shape",
+    "sampler": "what a step costs outside the forward pass, by kind of row",
     "serving": "tokens per second of a server, beside transformers' continuous batching",
     "interference": "inter-token latency of streams while long prompts arrive",
     "soak": "minutes under load with cancels: what grows, what is left",

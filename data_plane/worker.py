@@ -59,7 +59,7 @@ class Worker:
         self._result_layout = ResultSlotLayout(capacities)
         self._rows = Rows(capacities, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, vocab_size=vocab_size)
         self._mover = BlockMover(device, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-        self._sampler = Sampler(self._rows)
+        self._sampler = Sampler(self._rows, device.ops)
         self._limiter = Limiter()
 
     def run(self, stopped: Callable[[], bool]) -> None:

@@ -206,6 +206,14 @@ def argmax(logits: Array, out: Array) -> None:
     """out int32 ``[T]``: index of the greatest of ``logits [T, V]`` float32 (lowest index among equals), or -1 for a row that
     holds NaN or whose greatest value is infinite (all -inf, or an overflow)."""
 
+def uniforms(seeds: Array, streams: Array, positions: Array, out: Array) -> None:
+    """out float32 ``[T]``: the number in [0, 1) behind each token (reference.uniforms). The others int64 ``[T]``, of which seeds count
+    with all 64 bits, streams and positions with the lower 32."""
+
+def sample(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, uniforms: Array, out: Array) -> None:
+    """out int32 ``[T]``: the token drawn for each row of ``logits [T, V]`` float32 (reference.sample), -1 for a row that argmax
+    marks so. top_k int64, the others float32, all ``[T]``."""
+
 # ---- for benchmarks and tests
 
 def measure_read_bandwidth(megabytes: int = 256) -> float:

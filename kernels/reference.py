@@ -26,7 +26,19 @@ KV_GROUP = ("allocate_kv", "write_kv", "rope_write_kv", "paged_attention", "copy
 # A packed weight is understood only by its packer.
 LINEAR_GROUP = ("pack_linear", "pack_gguf", "quantize_linear", "concat_linears", "linear", "linear_silu_mul", "gather")
 GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")  # block types `pack_gguf` takes
-OPERATIONS = ("rms_norm", "add_rms_norm", "rope_cos_sin", "rope", "silu_mul", "gelu_mul", *LINEAR_GROUP, *KV_GROUP, "linear_rope_write_kv")
+OPERATIONS = (
+    "rms_norm",
+    "add_rms_norm",
+    "rope_cos_sin",
+    "rope",
+    "silu_mul",
+    "gelu_mul",
+    "uniforms",
+    "sample",
+    *LINEAR_GROUP,
+    *KV_GROUP,
+    "linear_rope_write_kv",
+)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -345,6 +357,12 @@ def uniform(seed: int, stream: int, position: int) -> float:
     return (word >> 8) * 2.0**-24
 
 
+def uniforms(seeds: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
+    """`uniform` of every row. All [T] int64, seeds as the bits of unsigned numbers -> float32 [T], exact."""
+    rows = zip(seeds.tolist(), streams.tolist(), positions.tolist(), strict=True)
+    return torch.tensor([uniform(seed & (1 << 64) - 1, stream, position) for seed, stream, position in rows])
+
+
 def edit_logits(
     logits: Tensor, bias: dict[int, float] | None = None, allowed: list[int] | None = None, suppressed: list[int] | None = None
 ) -> Tensor:
@@ -401,3 +419,14 @@ def draw(ids: Tensor, weights: Tensor, u: float) -> int:
     cumulative = weights.cumsum(-1)
     index = int((cumulative <= u * cumulative[-1]).sum())
     return int(ids[min(index, len(ids) - 1)])
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
+    """The token drawn for every row: filters, then inverse CDF.
+
+    logits [T, V] with a finite greatest value in each row; temperature > 0, top_k int64 (see `kept_tokens`), top_p, min_p and
+    uniforms in [0, 1), all [T] -> int32 [T].
+    """
+    filters = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    rows = zip(logits, filters, uniforms.tolist(), strict=True)
+    return torch.tensor([draw(*kept_tokens(row, *cut), u) for row, cut, u in rows], dtype=torch.int32)

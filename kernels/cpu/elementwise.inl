@@ -174,7 +174,7 @@ void write_value(const float* value, void* line, uint8_t* power, int64_t value_d
   }
 }
 
-int64_t argmax(const float* logits, int64_t vocab) {
+float greatest_logit(const float* logits, int64_t vocab) {
   const F16 lowest = F16::broadcast(-HUGE_VALF);
   F16 greatest = lowest;
   bool nan = false;
@@ -183,8 +183,12 @@ int64_t argmax(const float* logits, int64_t vocab) {
     nan |= x.has_nan();
     greatest = greatest.max(x);
   }
-  const float top = greatest.greatest();
-  if (nan || top == HUGE_VALF || top == -HUGE_VALF) return -1;
+  return nan ? NAN : greatest.greatest();
+}
+
+int64_t argmax(const float* logits, int64_t vocab) {
+  const float top = greatest_logit(logits, vocab);
+  if (!(top > -HUGE_VALF && top < HUGE_VALF)) return -1;
   int64_t index = 0;
   while (logits[index] != top) ++index;
   return index;

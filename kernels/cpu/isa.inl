@@ -12,6 +12,8 @@
 
 #include "kernels/cpu/elementwise.inl"
 
+#include "kernels/cpu/sampling.inl"
+
 #include "kernels/cpu/dense.inl"
 
 #include "kernels/cpu/quantized.inl"
@@ -42,7 +44,9 @@ const Kernels kTable = {
     .rotary = rotary,
     .write_key = write_key,
     .write_value = write_value,
+    .greatest_logit = greatest_logit,
     .argmax = argmax,
+    .weigh = weigh,
     .sum = sum,
     .sum_plain = sum_plain,
     .fma_chain = fma_chain,

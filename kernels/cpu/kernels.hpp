@@ -139,6 +139,24 @@ struct RotaryHeads {
   int64_t half;
 };
 
+// The tokens of one row whose weight exp((logit - peak) * inverse_temperature) reaches `threshold` > 0.
+struct Weighing {
+  const float* logits;
+  int64_t vocab;
+  float peak;                 // the greatest logit
+  float inverse_temperature;  // finite
+  float threshold;
+  float skip_below;  // no logit below this reaches it
+  uint64_t* keys;    // [vocab]
+};
+
+// Of a weight and its token; in ascending order of keys weights descend, and equal ones come by id. (The bits of
+// non-negative floats are ordered as their values.)
+inline uint64_t weight_key(float weight, int64_t token) {
+  return static_cast<uint64_t>(~__builtin_bit_cast(uint32_t, weight)) << 32 | static_cast<uint64_t>(token);
+}
+inline float key_weight(uint64_t key) { return __builtin_bit_cast(float, ~static_cast<uint32_t>(key >> 32)); }
+
 struct Kernels {
   const char* name;
   int64_t panel_columns;
@@ -170,7 +188,10 @@ struct Kernels {
   void (*write_key)(const float* key, void* tile, int64_t lane, int64_t head_dim, KvType type);
   // `power`: where the line's power goes (FP8).
   void (*write_value)(const float* value, void* line, uint8_t* power, int64_t value_dim, KvType type);
+  float (*greatest_logit)(const float* logits, int64_t vocab);  // NaN if one is
   int64_t (*argmax)(const float* logits, int64_t vocab);
+  // Writes the keys of those tokens, unsorted, and returns how many. `total`, unless null: the weight of all tokens.
+  int64_t (*weigh)(const Weighing&, double* total);
 
   float (*sum)(const float* values, int64_t count);        // asks ahead as the products do; count a multiple of 64
   float (*sum_plain)(const float* values, int64_t count);  // leaves that to the processor

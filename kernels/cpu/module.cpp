@@ -10,4 +10,5 @@ NB_MODULE(_cpu, m) {
   twinplane::kernels::bind_linear(m);
   twinplane::kernels::bind_attention(m);
   twinplane::kernels::bind_elementwise(m);
+  twinplane::kernels::bind_sampling(m);
 }

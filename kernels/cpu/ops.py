@@ -35,7 +35,9 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_write_kv",
+    "sample",
     "silu_mul",
+    "uniforms",
     "write_kv",
 ]
 
@@ -258,4 +260,18 @@ def argmax(logits: Tensor) -> Tensor:
     """Greedy choice per row, [T, V] -> int32 [T]; -1 for a row with NaN or without a finite greatest value."""
     out = torch.empty(logits.shape[0], dtype=torch.int32)
     _cpu.argmax(_float(logits), out)
+    return out
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
+    """See reference.sample. -1 for a row that `argmax` marks so."""
+    out = torch.empty(logits.shape[0], dtype=torch.int32)
+    _cpu.sample(_float(logits), temperature, top_k, top_p, min_p, uniforms, out)
+    return out
+
+
+def uniforms(seeds: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
+    """See reference.uniforms."""
+    out = torch.empty(seeds.shape[0], dtype=torch.float32)
+    _cpu.uniforms(seeds, streams, positions, out)
     return out

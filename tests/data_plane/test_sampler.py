@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draw_oracle import Filters, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner import CAPACITIES, StepBuilder
-from twinplane.data_plane import sampler
 from twinplane.data_plane.rows import Rows, StepError
-from twinplane.data_plane.sampler import Filters, Sampler
+from twinplane.data_plane.sampler import Sampler
 from twinplane.data_plane.step import StepView
-from twinplane.kernels import reference
+from twinplane.kernels import reference, registry
 from twinplane.shared.wire import CANDIDATE, RESULT_ENTRY, ExtraKind, ResultFlag, RowFlag, StepSlotLayout
 
 VOCAB = 300
@@ -24,9 +24,9 @@ GREEDY, LOGPROBS = int(RowFlag.GREEDY), int(RowFlag.LOGPROBS)
 class Bench:
     """Rows filled through real step bytes, and one call of the sampler over some of them."""
 
-    def __init__(self, vocab: int = VOCAB) -> None:
+    def __init__(self, vocab: int = VOCAB, kernels: str | None = None) -> None:
         self.rows = Rows(CAPACITIES, block_size=16, max_model_len=256, num_blocks=64, vocab_size=vocab)
-        self._sampler = Sampler(self.rows)
+        self._sampler = Sampler(self.rows, registry.select("cpu", kernels))
 
     def open(self, row: int, extras: dict[ExtraKind, list[int]] | None = None, **params: Any) -> None:
         step = StepBuilder(0)
@@ -62,26 +62,6 @@ def float_bits(value: float) -> int:
 # ---------------------------------------------------------------------------------------------- draws
 
 
-def test_philox_gives_the_published_known_answers_for_many_counters_at_once():
-    counters = np.array([[0] * 4, [0xFFFFFFFF] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], dtype=np.uint32)
-    keys = np.array([[0, 0], [0xFFFFFFFF] * 2, [0xA4093822, 0x299F31D0]], dtype=np.uint32)
-    assert sampler.philox4x32(counters, keys).tolist() == [
-        [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
-        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ]
-
-
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31)), min_size=1, max_size=8))
-def test_uniforms_equal_the_reference_one_by_one(keys):
-    got = sampler.uniform(
-        np.array([k[0] for k in keys], dtype=np.uint64),
-        np.array([k[1] for k in keys], dtype=np.uint32),
-        np.array([k[2] for k in keys], dtype=np.int64),
-    )
-    assert got.tolist() == [reference.uniform(*key) for key in keys]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -93,12 +73,12 @@ def test_uniforms_equal_the_reference_one_by_one(keys):
     min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
     u=st.floats(0, 1, exclude_max=True),
 )
-def test_the_draw_equals_its_definition(seed, spread, levels, temperature, top_k, top_p, min_p, u):
+def test_the_oracle_of_the_draw_equals_its_definition(seed, spread, levels, temperature, top_k, top_p, min_p, u):
     """Equal, or `u` (or a filter) falls within rounding of the boundary between neighbours of the order."""
     logits = random_logits(VOCAB, seed=seed, spread=spread)
     if levels:
         logits = np.round(logits * levels) / levels  # many ties
-    got = sampler.draw(logits, Filters(temperature, top_k, top_p, min_p), u)
+    got = draw(logits, Filters(temperature, top_k, top_p, min_p), u)
     wide = torch.from_numpy(logits).double()
     candidates = {
         reference.draw(
@@ -108,6 +88,45 @@ def test_the_draw_equals_its_definition(seed, spread, levels, temperature, top_k
         for e in (0.0, 1e-6, -1e-6)
     }
     assert got in candidates
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.7},
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 200, "top_p": 0.95, "min_p": 0.01, "temperature": 1.3},
+]
+
+
+@pytest.mark.parametrize("vocab", [300, 49_152])
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+@pytest.mark.parametrize("kernels", [None, "reference"])
+def test_a_batch_draws_what_the_oracle_draws_row_by_row(vocab, spread, kernels):
+    """Of the oracle's choice at the uniform, and a hair's breadth beside it: sums round differently."""
+    bench = Bench(vocab, kernels)
+    logits = random_logits(len(FILTERS), vocab, seed=vocab, spread=spread)
+    for row, filters in enumerate(FILTERS):
+        bench.open(row, seed=row, **filters)
+    for position in range(2 if kernels else 40):
+        rows = list(range(len(FILTERS)))
+        got = bench.sample(logits, rows, [position] * len(rows))["token"].tolist()
+        for row, cut in enumerate(FILTERS):
+            filters = Filters(cut.get("temperature", 1.0), cut.get("top_k", 0), cut.get("top_p", 1.0), cut.get("min_p", 0.0))
+            u = reference.uniform(row, 0, position)
+            assert got[row] in {draw(logits[row], filters, min(max(u + e, 0.0), 1.0)) for e in (0.0, 1e-6, -1e-6)}
+
+
+def test_B05_a_draw_is_the_same_to_the_bit_alone_and_in_any_batch():
+    logits = random_logits(64, 2000)
+    bench = Bench(2000)
+    for row in range(16):
+        bench.open(row, seed=row, flags=LOGPROBS, **FILTERS[row % len(FILTERS)])
+    rows = [row % 16 for row in range(64)]
+    together = bench.sample(logits, rows, list(range(64)))
+    alone = [bench.sample(logits[i][None], [rows[i]], [i])[0] for i in range(64)]
+    assert [entry.tobytes() for entry in together] == [entry.tobytes() for entry in alone]
 
 
 def test_draws_follow_the_distribution():
