@@ -1,8 +1,12 @@
 """The native CPU kernels against the limits of this machine, measured in the same run.
 
-``run()`` returns one line per kernel and shape: what it achieved, the ceiling it is held against (memory bandwidth or the rate of fused
-multiply-adds, both measured here with the same threads), the share of it, and the share aimed at. Linears are also
-compared with torch's own (fp32, the same number of threads), ceiling then being torch's rate.
+``run()`` returns the limits, and one line per kernel and shape: what it achieved, the ceiling it is held against, the share of it, and
+the share aimed at. Ceilings, all with the same threads:
+
+- one row of activations, decodes of attention: the rate at which this machine reads memory, of a working set as large as theirs
+- float32 linears of many rows: the best that torch reaches in this run on any of these shapes; beside it, torch on the same shape
+- linears with int8 activations and many rows: the same linear in floats
+- prompt chunks of attention: the rate of fused multiply-adds in registers
 """
 
 from __future__ import annotations
@@ -13,12 +17,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from twinplane.data_plane.kv_cache import KV_DTYPES, kv_dtype_name
 from twinplane.kernels import _cpu
 from twinplane.kernels.cpu import ops
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # (out, in) of SmolLM2-135M's layer: qkv, output, gate and up, down
-_COLD_BYTES = 48 << 20  # weights cycled through, so that none stays in a core's own caches
-_ROWS = (1, 8, 16, 32, 64, 512)
+_COLD_BYTES = 512 << 20  # weights cycled through for one row: more than a decode finds in caches that are its own
+_WARM_BYTES = 48 << 20  # for many rows, where arithmetic is the limit
+_ROWS = (8, 16, 32, 64, 512)
+_FORMATS: tuple[tuple[str, ops.Activations], ...] = (
+    ("float32", "float"),
+    ("bfloat16", "float"),
+    ("Q8_0", "float"),
+    ("Q8_0", "int8"),
+    ("Q4_1", "float"),
+    ("Q4_1", "int8"),
+)
+_DECODE_GOAL, _GEMM_GOAL, _SKINNY_GOAL, _INT8_GOAL, _ATTENTION_GOAL = 0.75, 0.8, 1.5, 2.0, 1 / 1.3
 
 
 @dataclass(frozen=True)
@@ -47,53 +62,84 @@ def _seconds(work: Callable[[], object], repeats: int) -> float:
     return best
 
 
-def _linears(kind: str, out_features: int, in_features: int, cold_bytes: int) -> list[_cpu.PackedLinear]:
-    """As many copies as exceed the caches."""
+def _linears(kind: str, activations: ops.Activations, out_features: int, in_features: int, num_bytes: int) -> list[_cpu.PackedLinear]:
+    """As many as exceed `num_bytes`, each with weights of its own."""
     weight = torch.randn(out_features, in_features)
 
     def one() -> _cpu.PackedLinear:
         if kind in ("float32", "bfloat16"):
             return ops.pack_linear(weight.to(getattr(torch, kind)))
-        return ops.quantize_linear(weight, kind)  # type: ignore[arg-type]
+        return ops.quantize_linear(weight, kind, None, activations)  # type: ignore[arg-type]
 
     first = one()
-    return [first, *(one() for _ in range(max(1, cold_bytes // first.nbytes)))]
+    return [first, *(one() for _ in range(max(1, num_bytes // first.nbytes)))]
 
 
-def bench_linear(kind: str, bandwidth: float, fma: float, repeats: int, cold_bytes: int) -> list[Line]:
-    """One row: bytes of weights per second. Many rows: operations per second."""
+def _shape(rows: int, out_features: int, in_features: int) -> str:
+    return f"{rows}x{in_features} @ {in_features}x{out_features}"
+
+
+def _gflops(linears: list[_cpu.PackedLinear], rows: int, repeats: int) -> float:
+    x, out = torch.randn(rows, linears[0].in_features), torch.empty(rows, linears[0].out_features)
+
+    def work() -> None:
+        for linear in linears:
+            linear(x, out)
+
+    seconds = _seconds(work, repeats)
+    return 2e-9 * rows * linears[0].out_features * linears[0].in_features * len(linears) / seconds
+
+
+def bench_decode(bandwidth: float, repeats: int, cold_bytes: int) -> list[Line]:
+    """One row: bytes of weights per second."""
     lines = []
-    for out_features, in_features in SHAPES:
-        linears = _linears(kind, out_features, in_features, cold_bytes)
-        for rows in _ROWS:
-            x, out = torch.randn(rows, in_features), torch.empty(rows, out_features)
-            seconds = _seconds(lambda x=x, out=out, linears=linears: [linear(x, out) for linear in linears], repeats) / len(linears)  # type: ignore[misc]
-            shape = f"{rows}x{in_features} @ {in_features}x{out_features}"
-            if rows == 1:
-                lines.append(_line(f"linear {kind}", shape, linears[0].nbytes / seconds / 1e9, bandwidth, "GB/s", 0.75))
-            else:
-                rate = 2 * rows * out_features * in_features / seconds / 1e9
-                lines.append(_line(f"linear {kind}", shape, rate, fma, "GFLOP/s", 0.6 if rows >= 64 else 0.3))
+    for kind, activations in _FORMATS:
+        for out_features, in_features in SHAPES:
+            linears = _linears(kind, activations, out_features, in_features, cold_bytes)
+            x, out = torch.randn(1, in_features), torch.empty(1, out_features)
+            seconds = _seconds(lambda x=x, out=out, linears=linears: [linear(x, out) for linear in linears], repeats)  # type: ignore[misc]
+            rate = sum(linear.nbytes for linear in linears) / seconds / 1e9
+            lines.append(_line(_name(kind, activations), _shape(1, out_features, in_features), rate, bandwidth, "GB/s", _DECODE_GOAL))
     return lines
 
 
-def bench_against_torch(repeats: int, cold_bytes: int) -> list[Line]:
-    """fp32 linear, ours as a share of torch's on the same threads."""
-    lines = []
-    for out_features, in_features in SHAPES:
-        linears = _linears("float32", out_features, in_features, cold_bytes)
-        weights = [torch.randn(out_features, in_features) for _ in linears]
+def _name(kind: str, activations: str) -> str:
+    return f"linear {kind}" if activations == "float" else f"linear {kind} int8"
+
+
+def _torch_gflops(out_features: int, in_features: int, rows: int, repeats: int, num_bytes: int) -> float:
+    weights = [torch.randn(out_features, in_features) for _ in range(max(2, num_bytes // (4 * out_features * in_features)))]
+    x = torch.randn(rows, in_features)
+    torch.set_num_threads(_cpu.threads())
+    seconds = _seconds(lambda: [torch.nn.functional.linear(x, weight) for weight in weights], repeats)
+    torch.set_num_threads(1)
+    return 2e-9 * rows * out_features * in_features * len(weights) / seconds
+
+
+def bench_gemm(repeats: int, warm_bytes: int) -> tuple[list[Line], float]:
+    """Many rows: operations per second. Also returns torch's best."""
+    rates: dict[tuple[str, str, int, tuple[int, int]], float] = {}
+    torch_rates: dict[tuple[int, tuple[int, int]], float] = {}
+    for shape in SHAPES:
+        for kind, activations in _FORMATS:
+            linears = _linears(kind, activations, *shape, warm_bytes)
+            for rows in _ROWS:
+                rates[kind, activations, rows, shape] = _gflops(linears, rows, repeats)
         for rows in _ROWS:
-            x, out = torch.randn(rows, in_features), torch.empty(rows, out_features)
-            ours = _seconds(lambda x=x, out=out, linears=linears: [linear(x, out) for linear in linears], repeats)  # type: ignore[misc]
-            torch.set_num_threads(_cpu.threads())
-            theirs = _seconds(lambda x=x, weights=weights: [torch.nn.functional.linear(x, w) for w in weights], repeats)  # type: ignore[misc]
-            torch.set_num_threads(1)
-            flop = 2e-9 * rows * out_features * in_features * len(linears)
-            goal = 1.5 if 8 <= rows <= 32 else 1.0
-            shape = f"{rows}x{in_features} @ {in_features}x{out_features}"
-            lines.append(_line("linear float32 / torch", shape, flop / ours, flop / theirs, "GFLOP/s", goal))
-    return lines
+            torch_rates[rows, shape] = _torch_gflops(*shape, rows, repeats, warm_bytes)
+    best = max(torch_rates.values())
+    lines = []
+    for (kind, mode, rows, shape), rate in rates.items():
+        text = _shape(rows, *shape)
+        if mode == "int8":
+            goal = _INT8_GOAL if rows == 16 else 1.0
+            lines.append(_line(f"{_name(kind, mode)} / floats", text, rate, rates[kind, "float", rows, shape], "GFLOP/s", goal))
+        elif rows >= 64:
+            lines.append(_line(_name(kind, mode), text, rate, best, "GFLOP/s", _GEMM_GOAL))
+        if kind == "float32":
+            goal = _SKINNY_GOAL if rows <= 32 else 1.0
+            lines.append(_line("linear float32 / torch", text, rate, torch_rates[rows, shape], "GFLOP/s", goal))
+    return lines, best
 
 
 def bench_attention(dtype: torch.dtype, bandwidth: float, fma: float, repeats: int) -> list[Line]:
@@ -103,36 +149,37 @@ def bench_attention(dtype: torch.dtype, bandwidth: float, fma: float, repeats: i
     for sequences, context, new in ((1, 4096, 1), (16, 128, 1), (16, 1024, 1), (16, 4096, 1), (1, 512, 512), (1, 4096, 256)):
         blocks = context // block
         k_cache, v_cache = ops.allocate_kv(sequences * blocks, kv_heads, block, dim, dim, dtype, "cpu")
-        k_cache.normal_()
-        v_cache.normal_()
+        slots = torch.arange(sequences * context)
+        ops.write_kv(torch.randn(len(slots), kv_heads, dim), torch.randn(len(slots), kv_heads, dim), k_cache, v_cache, slots)
         tables = torch.randperm(sequences * blocks).to(torch.int32).view(sequences, blocks)
         contexts = torch.full((sequences,), context, dtype=torch.int32)
         starts = (torch.arange(sequences + 1) * new).to(torch.int32)
         query = torch.randn(sequences * new, heads, dim)
         arguments = (query, k_cache, v_cache, tables, contexts, starts, dim**-0.5)
         seconds = _seconds(lambda arguments=arguments: ops.paged_attention(*arguments), repeats)  # type: ignore[misc]
-        name, shape = f"paged attention {str(dtype).removeprefix('torch.')}", f"{sequences} x {new} queries, context {context}"
+        name, shape = f"paged attention {kv_dtype_name(dtype)}", f"{sequences} x {new} queries, context {context}"
         if new == 1:
-            bytes_read = 2 * k_cache.numel() * k_cache.element_size()
-            lines.append(_line(name, shape, bytes_read / seconds / 1e9, bandwidth, "GB/s", 0.6))
+            bytes_read = k_cache.nbytes + v_cache.nbytes
+            lines.append(_line(name, shape, bytes_read / seconds / 1e9, bandwidth, "GB/s", _ATTENTION_GOAL if context == 4096 else 0.5))
         else:
             seen = new * (context - new) + new * (new + 1) // 2
             lines.append(_line(name, shape, 4e-9 * seen * heads * dim / seconds, fma, "GFLOP/s", 0.5))
     return lines
 
 
-def run(repeats: int = 3, cold_bytes: int = _COLD_BYTES) -> dict[str, Any]:
-    """``kernels``: a dict for each kernel and shape with the keys kernel, shape, achieved, ceiling, unit, share, goal."""
+def run(repeats: int = 3, cold_bytes: int = _COLD_BYTES, warm_bytes: int = _WARM_BYTES) -> dict[str, Any]:
+    """``kernels``: a dict for each kernel and shape with the keys kernel, shape, achieved, ceiling, unit, share, goal; beside it the
+    limits of the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        bandwidth, fma = _cpu.measure_read_bandwidth(), _cpu.measure_fma_rate()
-        lines = [
-            line for kind in ("float32", "bfloat16", "Q8_0", "Q4_1") for line in bench_linear(kind, bandwidth, fma, repeats, cold_bytes)
-        ]
-        lines += bench_against_torch(repeats, cold_bytes)
-        for dtype in (torch.float32, torch.bfloat16):
+        bandwidth, fma = _cpu.measure_read_bandwidth(max(1, cold_bytes >> 20)), _cpu.measure_fma_rate()
+        lines = bench_decode(bandwidth, repeats, cold_bytes)
+        products, torch_best = bench_gemm(repeats, warm_bytes)
+        lines += products
+        for dtype in KV_DTYPES.values():
             lines += bench_attention(dtype, bandwidth, fma, repeats)
     finally:
         torch.set_num_threads(before)
-    return {"isa": _cpu.isa(), "threads": _cpu.threads(), "kernels": [asdict(line) for line in lines]}
+    limits = {"read_gb_per_s": round(bandwidth, 1), "fma_gflops": round(fma, 1), "torch_best_gflops": round(torch_best, 1)}
+    return {"isa": _cpu.isa(), "threads": _cpu.threads(), **limits, "kernels": [asdict(line) for line in lines]}

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "prefix": "a hit in the prefix cache: exact lookup and pin",
     "kernels": "the kernels the models run on, by shape",
     "sampler": "what a step costs outside the forward pass, by kind of row",
+    "quality": "what each number format costs: perplexity, agreement with float32",
     "serving": "tokens per second of a server, beside transformers' continuous batching",
     "interference": "inter-token latency of streams while long prompts arrive",
     "soak": "minutes under load with cancels: what grows, what is left",

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from twinplane.kernels import reference
+from twinplane.kernels import decoder, reference
 
 # Modules that offer operations, best first; `reference` is the last of every list.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
@@ -24,7 +25,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (reference.KV_GROUP, reference.LINEAR_GROU
 
 
 class Ops(SimpleNamespace):
-    """The operations of one device. ``sources`` tells which module each came from."""
+    """The operations of one device, and `decoder.decoder_layer` out of them. ``sources`` tells which module each came from."""
 
     sources: dict[str, str]
 
@@ -78,7 +79,12 @@ def _assemble(modules: Sequence[ModuleType]) -> Ops:
         sources[name] = module.__name__
     if not sources["linear"] == sources["rope_write_kv"] == sources["linear_rope_write_kv"]:
         chosen["linear_rope_write_kv"] = _two_calls(chosen["linear"], chosen["rope_write_kv"])
-    return Ops(sources=sources, **chosen)
+    ops = Ops(sources=sources, **chosen)
+    ops.decoder_layer = partial(decoder.decoder_layer, ops)
+    for module in modules:
+        if hasattr(module, "decoder_layer") and sources["linear"] == sources["rope_write_kv"] == module.__name__:
+            ops.decoder_layer = module.decoder_layer
+    return ops
 
 
 def _two_calls(linear: Callable[..., Any], rope_write_kv: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from twinplane.data_plane.kv_cache import KVCache, LayerKV
 from twinplane.data_plane.loader import WeightError
 from twinplane.data_plane.models.base import QUANTIZATIONS, BuildContext, Model, ModelShape, UnsupportedModelError
 from twinplane.data_plane.models.rotary import Rotary
+from twinplane.kernels.decoder import DecoderLayer, DecoderStep
 from twinplane.kernels.registry import Ops
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -82,19 +83,6 @@ def _windows(config: Any) -> tuple[int, ...]:
     return (window if config.model_type == "mistral" else 0,) * int(config.num_hidden_layers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: Any  # packed linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Any
-    mlp_norm: Tensor
-    gate_up: Any
-    down: Any
-    window: int
-
-
 class LlamaModel(Model):
     def __init__(self, spec: LlamaSpec, rotary: Rotary, ops: Ops) -> None:
         self.spec = spec
@@ -103,51 +91,32 @@ class LlamaModel(Model):
         self._scale = spec.head_dim**-0.5
         self._warnings: dict[str, str] = {}
         self._embedding: Any  # packed linear; the head as well if tied
-        self._layers: list[_Layer] = []
+        self._layers: list[DecoderLayer] = []
         self._norm: Tensor
         self._head: Any
 
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """The residual stream is `residual`; `x` is the part not yet added to it."""
-        ops, eps = self._ops, self.spec.eps
-        cos, sin = self._rotary(batch.positions)
-        residual = ops.gather(self._embedding, batch.token_ids)
-        x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
-        for i, layer in enumerate(self._layers):
-            attention = self._attention(layer, x, batch, cos, sin, cache.k[i], cache.v[i])
-            x, residual = ops.add_rms_norm(ops.linear(attention, layer.output), residual, layer.mlp_norm, eps)
-            x = ops.linear(ops.linear_silu_mul(x, layer.gate_up), layer.down)
-            following = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else None
-            if following is not None:
-                x, residual = ops.add_rms_norm(x, residual, following, eps)
-        wanted = batch.sample_tokens
-        x, _ = ops.add_rms_norm(x[wanted], residual[wanted], self._norm, eps)
-        logits: Tensor = ops.linear(x, self._head)
-        return logits
-
-    def _attention(self, layer: _Layer, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """[T, hidden] -> [T, H * D], before the output projection."""
         ops, spec = self._ops, self.spec
-        query = ops.linear_rope_write_kv(
-            x,
-            layer.qkv,
-            spec.num_heads,
-            spec.num_kv_heads,
-            cos,
-            sin,
-            k_cache,
-            v_cache,
-            batch.slots,
-            layer.q_norm,
-            layer.k_norm,
-            spec.eps,
+        cos, sin = self._rotary(batch.positions)
+        step = DecoderStep(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            scale=self._scale,
+            eps=spec.eps,
+            cos=cos,
+            sin=sin,
+            slots=batch.slots,
+            block_tables=batch.block_tables,
+            context_lens=batch.context_lens,
+            query_start=batch.query_start,
         )
-        out: Tensor = ops.paged_attention(
-            query, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_start, self._scale, layer.window
-        )
-        return out.flatten(1)
+        residual = ops.gather(self._embedding, batch.token_ids)
+        for layer, k_cache, v_cache in zip(self._layers, cache.k, cache.v, strict=True):
+            residual = ops.decoder_layer(residual, layer, step, k_cache, v_cache)
+        logits: Tensor = ops.linear(ops.rms_norm(residual[batch.sample_tokens], self._norm, spec.eps), self._head)
+        return logits
 
     # --------------------------------------------------------------------------------------------- load
 
@@ -233,11 +202,11 @@ class _Loader:
     def vocabulary(self, name: str) -> Any:
         return self.packed(name, (self._spec.vocab_size, self._spec.hidden_size), vocabulary=True)
 
-    def layer(self, index: int, window: int) -> _Layer:
+    def layer(self, index: int, window: int) -> DecoderLayer:
         spec, at = self._spec, f"model.layers.{index}"
         query, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-        return _Layer(
+        return DecoderLayer(
             input_norm=self.vector(f"{at}.input_layernorm.weight", spec.hidden_size),
             qkv=self.fused(attention, {"q_proj": query, "k_proj": keys, "v_proj": keys}, spec.hidden_size, spec.qkv_bias),
             q_norm=self.vector(f"{attention}.q_norm.weight", spec.head_dim) if spec.head_norms else None,

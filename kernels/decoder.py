@@ -1,0 +1,58 @@
+"""One decoder layer as one operation: pre-norm, grouped-query attention over the paged cache, gated MLP.
+
+`decoder_layer` is its definition, out of the operations of any device. A device whose operations all come from one module may bring
+a form of its own (``kernels/registry.py``), which spares the Python between them: at batch 1 that is a good part of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The weights of one layer. Linears are packed; norm weights float32."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Any  # hidden -> (H + 2 G) D
+    q_norm: Tensor | None  # [D]: an RMS norm of each query head (Qwen3)
+    k_norm: Tensor | None
+    output: Any  # H D -> hidden
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Any  # hidden -> 2 I, gate first
+    down: Any  # I -> hidden
+    window: int  # keys visible, the current one included; 0 = all
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderStep:
+    """What all layers of a step share. T tokens of S sequences; see `reference.paged_attention` for the shapes."""
+
+    num_heads: int
+    num_kv_heads: int
+    scale: float
+    eps: float
+    cos: Tensor  # [T, R / 2]
+    sin: Tensor
+    slots: Tensor  # [T]
+    block_tables: Tensor
+    context_lens: Tensor
+    query_start: Tensor
+
+
+def decoder_layer(ops: Any, residual: Tensor, layer: DecoderLayer, step: DecoderStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    """residual [T, hidden] -> the same after the layer; writes the T tokens' keys and values. `residual` is given away: an
+    implementation may return it updated in place."""
+    s = step
+    x = ops.rms_norm(residual, layer.input_norm, s.eps)
+    query = ops.linear_rope_write_kv(
+        x, layer.qkv, s.num_heads, s.num_kv_heads, s.cos, s.sin, k_cache, v_cache, s.slots, layer.q_norm, layer.k_norm, s.eps
+    )
+    attention = ops.paged_attention(query, k_cache, v_cache, s.block_tables, s.context_lens, s.query_start, s.scale, layer.window)
+    residual = ops.linear(attention.flatten(1), layer.output, residual)
+    x = ops.rms_norm(residual, layer.mlp_norm, s.eps)
+    after: Tensor = ops.linear(ops.linear_silu_mul(x, layer.gate_up), layer.down, residual)
+    return after
