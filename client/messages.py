@@ -262,6 +262,8 @@ def load_of(load: engine_pb2.Load) -> Load:
         generated_tokens_per_second=load.generated_tokens_per_second,
         scheduler_steps=load.scheduler_steps,
         seconds_since_last_step=since,
+        cached_kv_blocks=load.cached_kv_blocks,
+        prefix_cache_hit_rate=load.prefix_cache_hit_rate,
     )
 
 

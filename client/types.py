@@ -185,3 +185,5 @@ class Load:
     generated_tokens_per_second: float
     scheduler_steps: int
     seconds_since_last_step: float | None
+    cached_kv_blocks: int  # used by nobody, but found again by a prompt that begins alike
+    prefix_cache_hit_rate: float  # share of all prompt tokens that were found instead of computed

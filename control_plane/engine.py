@@ -145,6 +145,7 @@ class Engine:
             steps=stats.steps_retired,
             tokens=stats.tokens_emitted,
             prompt_tokens=stats.prompt_tokens_computed,
+            cached_prompt_tokens=stats.cached_tokens,
             preemptions=stats.preemptions,
             dropped_for_deadline=stats.finished[_core.FINISH_UNREACHABLE],
             tick_us=round(stats.tick_ns_total / 1e3 / max(stats.ticks, 1), 2),
@@ -221,6 +222,8 @@ class Engine:
             total_kv_blocks=stats.blocks_total,
             generated_tokens_per_second=self._rate.per_second(),
             scheduler_steps=stats.steps_sent,
+            cached_kv_blocks=stats.blocks_cached,
+            prefix_cache_hit_rate=stats.cached_tokens / max(stats.cached_tokens + stats.prompt_tokens_computed, 1),
             seconds_since_last_step=since,
         )
 
@@ -279,7 +282,7 @@ class Engine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        await asyncio.to_thread(self._core.reset_prefix_cache)  # type: ignore[attr-defined]
+        await asyncio.to_thread(self._core.reset_prefix_cache)
 
     def _submit(self, request: EngineRequest) -> _Stream:
         self._check_accepting()

@@ -134,6 +134,8 @@ class Load:
     generated_tokens_per_second: float
     scheduler_steps: int
     seconds_since_last_step: float | None
+    cached_kv_blocks: int = 0  # unreferenced, but found again by a prompt that begins alike
+    prefix_cache_hit_rate: float = 0.0  # share of all prompt tokens since the start that were found instead of computed
 
 
 @dataclass(frozen=True, slots=True)

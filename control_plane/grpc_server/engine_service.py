@@ -71,6 +71,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             total_kv_blocks=load.total_kv_blocks,
             generated_tokens_per_second=load.generated_tokens_per_second,
             scheduler_steps=load.scheduler_steps,
+            cached_kv_blocks=load.cached_kv_blocks,
+            prefix_cache_hit_rate=load.prefix_cache_hit_rate,
         )
         message.time.FromNanoseconds(time.time_ns())
         if load.seconds_since_last_step is not None:

@@ -90,7 +90,8 @@ def test_chat_tokenize_detokenize_models_info_load_and_health(served: Any) -> No
         assert client.detokenize(ids, skip_special_tokens=False).startswith("<|im_start|>user\nHi")
         assert client.models()[0].name == "tiny"
         assert client.server_info().device == "cpu"
-        assert client.load().total_kv_blocks == 256
+        load = client.load()
+        assert (load.total_kv_blocks, load.cached_kv_blocks, load.prefix_cache_hit_rate) == (256, 3, 0.25)
         assert (client.is_alive(), client.is_ready()) == (True, True)
         assert client.cancel("nobody") == []
         assert client.chat(Chat(messages, continue_final_message=True)).usage.prompt_tokens < len(ids)

@@ -15,6 +15,8 @@ import torch
 from transformers import LlamaForCausalLM
 from twinplane.benchmarks import reference_model
 
+_NO_TOKEN = 2**31 - 1  # padding that is no token of any vocabulary
+
 
 class Oracle:
     def __init__(self, path: Path) -> None:
@@ -44,3 +46,33 @@ class Oracle:
         ids = torch.tensor([list(prompt)])
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
         return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def beams(
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        *,
+        width: int,
+        length_penalty: float = 1.0,
+        early_stopping: str = "heuristic",
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[tuple[list[int], float]]:
+        """transformers' own beam search: hypotheses up to and including their stop token, and scores, best first."""
+        ids = torch.tensor([list(prompt)])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=length_penalty,
+            early_stopping={"heuristic": False, "first": True, "never": "never"}[early_stopping],
+            eos_token_id=list(stop_token_ids) or None,
+            pad_token_id=_NO_TOKEN,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        answers = [[token for token in row if token != _NO_TOKEN] for row in out.sequences[:, len(prompt) :].tolist()]
+        return list(zip(answers, out.sequences_scores.tolist(), strict=True))

@@ -133,6 +133,8 @@ class FakeEngine:
             generated_tokens_per_second=0.0,
             scheduler_steps=7,
             seconds_since_last_step=0.5,
+            cached_kv_blocks=3,
+            prefix_cache_hit_rate=0.25,
         )
 
     async def drain(self, grace: float) -> int:

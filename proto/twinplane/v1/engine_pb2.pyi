@@ -82,7 +82,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("time", "running_requests", "waiting_requests", "waiting_prompt_tokens", "used_kv_blocks", "total_kv_blocks", "generated_tokens_per_second", "scheduler_steps", "since_last_step")
+    __slots__ = ("time", "running_requests", "waiting_requests", "waiting_prompt_tokens", "used_kv_blocks", "total_kv_blocks", "generated_tokens_per_second", "prefix_cache_hit_rate", "scheduler_steps", "since_last_step", "cached_kv_blocks")
     TIME_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -90,8 +90,10 @@ class Load(_message.Message):
     USED_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_STEPS_FIELD_NUMBER: _ClassVar[int]
     SINCE_LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    CACHED_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     running_requests: int
     waiting_requests: int
@@ -99,9 +101,11 @@ class Load(_message.Message):
     used_kv_blocks: int
     total_kv_blocks: int
     generated_tokens_per_second: float
+    prefix_cache_hit_rate: float
     scheduler_steps: int
     since_last_step: _duration_pb2.Duration
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., used_kv_blocks: _Optional[int] = ..., total_kv_blocks: _Optional[int] = ..., generated_tokens_per_second: _Optional[float] = ..., scheduler_steps: _Optional[int] = ..., since_last_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    cached_kv_blocks: int
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., used_kv_blocks: _Optional[int] = ..., total_kv_blocks: _Optional[int] = ..., generated_tokens_per_second: _Optional[float] = ..., prefix_cache_hit_rate: _Optional[float] = ..., scheduler_steps: _Optional[int] = ..., since_last_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cached_kv_blocks: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("grace",)
