@@ -112,7 +112,7 @@ class DataPlane:
         activations = config.max_num_batched_tokens * model.shape.activation_elements_per_token
         logits = 3 * config.max_num_seqs * model.shape.vocab_size  # the head's output, and a row's working copies
         needs = Needs(
-            weights=model.format.bytes_held(model.shape, source.total_bytes),
+            weights=model.format.bytes_held(model.shape, source),
             workspace=4 * (activations + logits),
             max_model_len=max_model_len,
             max_model_len_given=config.max_model_len is not None,

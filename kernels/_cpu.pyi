@@ -57,6 +57,10 @@ def set_threads(n: int) -> None:
     """Size of the one pool, the calling thread included; starts at cpus_granted(). Idle workers sleep. Torch should be held to
     one thread beside it (torch.set_num_threads(1)). Raises ValueError unless 1 <= n <= 256."""
 
+def prefer_huge_pages(array: Array) -> None:
+    """Ask the kernel for huge pages for a contiguous array that was not touched yet, such as a KV cache just allocated. Packed
+    weights have them anyway. The system may refuse, without a word."""
+
 # ---- linear
 
 @final

@@ -7,6 +7,7 @@ permutes the rows to make up for it. Other architectures are stored unpermuted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -39,6 +40,8 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Formats whose scales of 6 bits take a byte each once packed (kernels/cpu/formats.hpp).
+_WIDENED = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}
 
 
 class GGUFSource(WeightSource):
@@ -82,6 +85,13 @@ class GGUFSource(WeightSource):
             return super().take_blocks(name, shape)
         self._count(name)
         return self._in_order(name, torch.from_numpy(self._raw(self._tensors[name]).reshape(shape[0], -1)))
+
+    def kept_bytes(self) -> int:
+        total = 0
+        for name, info in self._tensors.items():
+            kind = self.block_kind(name) if len(info.shape) > 1 else None
+            total += 4 * info.num_elements if kind is None else math.ceil(info.num_bytes * _WIDENED.get(kind, 1))
+        return total
 
     def _read(self, name: str) -> Tensor:
         info = self._tensors[name]

@@ -69,6 +69,10 @@ class WeightSource(ABC):
         """A quantized matrix [N, K] as it is stored: uint8 [N, bytes of a row]. Raises as `take`."""
         raise WeightError(f"{self._where(name)}: tensor {name} is not quantized")
 
+    def kept_bytes(self) -> int:
+        """What all tensors take in memory where `take_blocks` gives blocks and everything else becomes float32."""
+        return self.total_bytes
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if not self.has(name):
             raise WeightError(f"{self._where(name)}: tensor {name} {list(shape)}, which the config calls for, is missing")

@@ -60,12 +60,12 @@ class WeightFormat:
             return f"{self.quantization}+{plain}"
         return f"gguf+{plain}" if self.keep_blocks else plain
 
-    def bytes_held(self, shape: ModelShape, file_bytes: int) -> int:
+    def bytes_held(self, shape: ModelShape, source: WeightSource) -> int:
         """What the weights will take, for the memory plan."""
         if self.quantization is not None:
             layers, vocabulary = (BYTES_PER_32[kind] for kind in QUANTIZATIONS[self.quantization])
             return ((shape.weight_elements - shape.vocabulary_elements) * layers + shape.vocabulary_elements * vocabulary) // 32
-        return file_bytes if self.keep_blocks else shape.weight_elements * self.dtype.itemsize
+        return source.kept_bytes() if self.keep_blocks else shape.weight_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "kernels/cpu/arrays.hpp"
 #include "kernels/cpu/bindings.hpp"
 #include "kernels/cpu/pool.hpp"
 
@@ -74,6 +75,12 @@ double measure_read_bandwidth(int64_t megabytes) {
   return best;
 }
 
+void prefer_huge_pages_py(nb::handle object) {
+  const Array array(object, "array");
+  array.contiguous().writable();
+  prefer_huge_pages(array.data<void>(), static_cast<size_t>(array.elements() * array.item_bytes()));
+}
+
 double measure_fma_rate() {
   constexpr int64_t kRounds = 1'000'000;
   Pool& pool = Pool::instance();
@@ -116,6 +123,7 @@ void bind_processor(nb::module_& m) {
   m.def("cpus_granted", cpus_granted);
   m.def("threads", [] { return Pool::instance().threads(); });
   m.def("set_threads", set_threads, nb::arg("n"), unlocked);
+  m.def("prefer_huge_pages", prefer_huge_pages_py, nb::arg("array"));
   m.def("measure_read_bandwidth", measure_read_bandwidth, nb::arg("megabytes") = 256, unlocked);
   m.def("measure_fma_rate", measure_fma_rate, unlocked);
   m.def("claimed_tiles", claimed_tiles, nb::arg("tiles"), nb::arg("delays_us"));

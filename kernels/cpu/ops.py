@@ -168,13 +168,16 @@ def allocate_kv(
     """
     if block_size % KEY_TILE:
         raise ValueError(f"block_size is {block_size}; the CPU kernels need a multiple of {KEY_TILE}")
-    if dtype == torch.float8_e4m3fn:
-        tiles = torch.zeros(num_blocks, num_kv_heads, block_size // KEY_TILE, head_dim + 1, KEY_TILE, dtype=torch.uint8, device=device)
-        return tiles, torch.zeros(num_blocks, num_kv_heads, block_size * (v_head_dim + 1), dtype=torch.uint8, device=device)
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         raise ValueError(f"dtype is {dtype}; the CPU kernels keep KV as torch.float32, torch.bfloat16 or torch.float8_e4m3fn")
-    keys = torch.zeros(num_blocks, num_kv_heads, block_size // KEY_TILE, head_dim, KEY_TILE, dtype=dtype, device=device)
-    return keys, torch.zeros(num_blocks, num_kv_heads, block_size, v_head_dim, dtype=dtype, device=device)
+    tiles, powers = block_size // KEY_TILE, int(dtype == torch.float8_e4m3fn)
+    values = (block_size * (v_head_dim + 1),) if powers else (block_size, v_head_dim)
+    stored = torch.uint8 if powers else dtype
+    k_cache = torch.zeros(num_blocks, num_kv_heads, tiles, head_dim + powers, KEY_TILE, dtype=stored, device=device)
+    v_cache = torch.zeros(num_blocks, num_kv_heads, *values, dtype=stored, device=device)
+    for cache in (k_cache, v_cache):
+        _cpu.prefer_huge_pages(cache)
+    return k_cache, v_cache
 
 
 def _head_dim(k_cache: Tensor) -> int:

@@ -58,21 +58,25 @@ class FlushDenormals {
 
 }  // namespace
 
+void prefer_huge_pages(void* data, size_t bytes) {
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 Scratch::~Scratch() { std::free(data_); }
 
 void* Scratch::reserve(size_t bytes) {
   if (bytes <= bytes_) return data_;
   std::free(data_);
   bytes_ = 0;
-  // Weights are read from end to end in every step: huge pages spare most of the address translation.
-  constexpr size_t kHugePage = size_t{2} << 20;
   const size_t alignment = bytes >= kHugePage ? kHugePage : kCacheLine;
   const size_t rounded = (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
   if (posix_memalign(&data_, alignment, rounded) != 0) {
     data_ = nullptr;
     throw std::bad_alloc();
   }
-  if (alignment == kHugePage) madvise(data_, rounded / kHugePage * kHugePage, MADV_HUGEPAGE);  // a wish; may be refused
+  prefer_huge_pages(data_, rounded);
   bytes_ = rounded;
   return data_;
 }

@@ -17,6 +17,12 @@ namespace twinplane::kernels {
 
 inline constexpr size_t kCacheLine = 64;
 
+inline constexpr size_t kHugePage = size_t{2} << 20;
+
+// Asks for huge pages for the whole ones among these bytes, before they are first touched. What is read from end to end
+// in every step, weights and KV, then needs hardly any address translation. A wish: it may be refused.
+void prefer_huge_pages(void* data, size_t bytes);
+
 // A buffer aligned to cache lines that only grows. Contents are lost when it grows.
 class Scratch {
  public:

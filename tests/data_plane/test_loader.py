@@ -370,6 +370,16 @@ def test_k_quants_are_served_without_a_dequantized_copy(tmp_path):
     assert served.model.memory()["mlp"].endswith(" MB Q4_K, Q6_K")
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q5_0", "F16"])
+def test_the_memory_plan_of_a_gguf_file_counts_what_is_not_kept_in_blocks_as_float32(kind, tmp_path):
+    path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType[kind])
+    served = Served(path, dtype="auto")
+    model = served.model
+    held = sum(linear.nbytes for layer in model._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    held += model._embedding.nbytes + model._head.nbytes
+    assert served.format.bytes_held(served.shape, served.source) == pytest.approx(held, rel=0.01)
+
+
 # ------------------------------------------------------------------------- quantization, 8-bit activations
 
 
@@ -394,7 +404,7 @@ def test_the_memory_plan_of_quantized_weights_is_what_they_take(quantization, tm
     model = served.model
     held = sum(linear.nbytes for layer in model._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
     held += model._embedding.nbytes + model._head.nbytes
-    assert served.format.bytes_held(served.shape, served.source.total_bytes) == pytest.approx(held, rel=0.01)
+    assert served.format.bytes_held(served.shape, served.source) == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K"])

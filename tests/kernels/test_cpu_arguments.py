@@ -144,3 +144,11 @@ def test_elementwise_kernels_name_the_argument() -> None:
     refused("^gate_up has an odd number of columns: 5", _cpu.gated, torch.zeros(2, 5), x)
     refused("^out must be int32", _cpu.argmax, x, torch.zeros(2, dtype=torch.long))
     refused("^logits has no columns", _cpu.argmax, torch.zeros(2, 0), torch.zeros(2, dtype=torch.int32))
+
+
+def test_huge_pages_are_asked_for_whole_arrays_only() -> None:
+    refused("^array must be contiguous", _cpu.prefer_huge_pages, torch.zeros(4, 4).T[:, :2])
+    large = torch.zeros(3 << 20)
+    for array in (torch.zeros(0), torch.zeros(5), large):
+        _cpu.prefer_huge_pages(array)  # a wish: nothing to see but that nothing breaks
+    assert not large.any()
