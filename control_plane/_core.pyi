@@ -20,9 +20,9 @@ FINISH_NEVER_FITS: int = 9  # accepted for an earlier session's pool, but the ne
 FINISH_UNREACHABLE: int = 10  # waited, and could not have had its first token before its deadline
 
 class Event(NamedTuple):
-    """News about one request. Several tokens arrive in one event when the reader was slow."""
+    """News about one sequence. Several tokens arrive in one event when the reader was slow; a beam search reports at its end only."""
 
-    request_id: int
+    request_id: int  # the sequence's own id
     tokens: list[int]  # sampled since the last event; the last one is `match` if an EOS or stop id ended the request
     logprobs: list[float]  # as long as tokens if the request asked for logprobs, else empty
     ranks: list[int]
@@ -35,6 +35,7 @@ class Event(NamedTuple):
     prefill_ns: int  # first scheduled -> first token
     decode_ns: int  # first token -> last token; last event only
     estimate_ns: int  # FINISH_UNREACHABLE: what its prompt would have taken at least; else 0
+    score: float  # of a finished beam; else 0
 
 class RequestParams:
     """What the core and the data plane must know of a request besides its tokens."""
@@ -63,6 +64,10 @@ class RequestParams:
         cache: bool = True,  # finds cached blocks, and leaves its own for others
         cache_key: bytes = b"",  # 32 bytes: only requests with an equal one share blocks; b"" is one of them
         tenant: str = "",  # at most 64 characters; what policy fair shares between
+        n: int = 1,  # samples of the prompt, in sequences request_id .. request_id + n - 1; sample i draws from stream + i
+        beam_width: int = 0,  # > 1: so many beams instead, likewise; greedy, without penalties and logprobs
+        length_penalty: float = 1.0,  # a beam's score is its sum of log-probabilities / length ** length_penalty
+        early_stopping: int = 0,  # of a beam search: 0 = False, 1 = True, 2 = "never", as in transformers
     ) -> None: ...
 
 class Refusal(NamedTuple):

@@ -407,7 +407,7 @@ class Engine:
             cached_prompt_tokens=event.cached_tokens,
             timing=_timing(event) if finish else None,
             index=event.request_id - stream.core_id,
-            score=event.score if finish and request.sampling.beam_width > 1 else None,  # type: ignore[attr-defined]
+            score=event.score if finish and request.sampling.beam_width > 1 else None,
         )
 
     def _error(self, event: _core.Event, request: EngineRequest) -> EngineError:

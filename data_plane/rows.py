@@ -51,7 +51,7 @@ class Rows:
     # ------------------------------------------------------------------------------------------- deltas
 
     def apply(self, step: StepView) -> None:
-        """Closes, opens, extras, table writes, in this order. Raises StepError."""
+        """Closes, opens, extras, table writes, forks, in this order. Raises StepError."""
         for row in step.closes.tolist():
             self.attachments.pop(row, None)
         if len(step.opens):
@@ -60,6 +60,10 @@ class Rows:
             self._attach(step.extras)
         if len(step.table_writes):
             self._write_table(step)
+        for row, parent, num_blocks in step.forks.tolist():
+            if num_blocks > self._block_table.shape[1]:
+                raise StepError(f"row {row} forks {num_blocks} blocks, a row has {self._block_table.shape[1]}")
+            self._block_table[row, :num_blocks] = self._block_table[parent, :num_blocks]
 
     def _open(self, step: StepView) -> None:
         rows = step.opens["row"]

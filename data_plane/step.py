@@ -16,6 +16,7 @@ class StepView:
         "closes",
         "copies",
         "extras",
+        "forks",
         "num_decodes",
         "opens",
         "sent_ns",
@@ -29,12 +30,13 @@ class StepView:
 
     def __init__(self, slot: NDArray[np.uint8], layout: wire.StepSlotLayout) -> None:
         header = _region(slot, layout.header, wire.STEP_HEADER, 1)[0].item()
-        self.step, self.sent_ns, num_seqs, self.num_decodes, num_tokens, num_closes, num_opens, num_writes = header[:8]
-        num_swap_outs, num_swap_ins, num_copies, num_extra = header[8:]
+        self.step, self.sent_ns, num_seqs, self.num_decodes, num_tokens, num_closes, num_opens, num_forks = header[:8]
+        num_writes, num_swap_outs, num_swap_ins, num_copies, num_extra, _ = header[8:]
         self.seqs = _region(slot, layout.seqs, wire.SEQ_ENTRY, num_seqs)
         self.token_ids = _region(slot, layout.token_ids, np.dtype("<i4"), num_tokens)
         self.closes = _region(slot, layout.closes, np.dtype("<u4"), num_closes)
         self.opens = _region(slot, layout.opens, wire.ROW_OPEN, num_opens)
+        self.forks = _region(slot, layout.forks, wire.ROW_FORK, num_forks)
         self.table_writes = _region(slot, layout.table_writes, wire.TABLE_WRITE, num_writes)
         self.swap_outs = _region(slot, layout.swap_outs, wire.BLOCK_SWAP, num_swap_outs)
         self.swap_ins = _region(slot, layout.swap_ins, wire.BLOCK_SWAP, num_swap_ins)

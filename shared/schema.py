@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MAGIC = 0x454E414C504E5754  # b"TWNPLANE" read as a little-endian u64
 PAGE = 4096
 CACHE_LINE = 64
@@ -179,11 +179,13 @@ STRUCTS: tuple[Struct, ...] = (
             Field("num_tokens", "u32", "used entries of `token_ids`"),
             Field("num_closes", "u32", "used entries of `closes`"),
             Field("num_opens", "u32", "used entries of `opens`"),
+            Field("num_forks", "u32", "used entries of `forks`"),
             Field("num_table_writes", "u32", "used entries of `table_writes`"),
             Field("num_swap_outs", "u32", "used entries of `swap_outs`"),
             Field("num_swap_ins", "u32", "used entries of `swap_ins`"),
             Field("num_copies", "u32", "used entries of `copies`"),
             Field("num_extra_words", "u32", "used words of `extras`"),
+            Field("pad0", "u32", "end of the record"),
         ),
     ),
     Struct(
@@ -224,6 +226,15 @@ STRUCTS: tuple[Struct, ...] = (
             Field("row", "u32", "row of the block table"),
             Field("index", "u32", "logical block of the sequence"),
             Field("block", "u32", "physical block"),
+        ),
+    ),
+    Struct(
+        "RowFork",
+        "block_table[row][:num_blocks] = block_table[parent][:num_blocks]",
+        (
+            Field("row", "u32", "row of the block table"),
+            Field("parent", "u32", "row whose blocks it shares; no fork of the same step writes it"),
+            Field("num_blocks", "u32", "logical blocks from the beginning"),
         ),
     ),
     Struct(
@@ -282,6 +293,7 @@ STEP_REGIONS: tuple[Region, ...] = (
     Region("closes", "u32", "max_rows", "rows whose sequence has left; applied first"),
     Region("opens", "RowOpen", "max_rows", "rows that get a new sequence; applied after closes"),
     Region("table_writes", "TableWrite", "max_table_writes", "deltas of the block table; applied after opens"),
+    Region("forks", "RowFork", "max_rows", "tables that begin like another row's; applied after table_writes"),
     Region("swap_outs", "BlockSwap", "max_swaps", "blocks saved to the host; done before anything of this step is written"),
     Region("swap_ins", "BlockSwap", "max_swaps", "blocks restored from the host; after `swap_outs`"),
     Region("copies", "BlockCopy", "max_copies", "block copies; after the swaps, before any KV of this step is written"),

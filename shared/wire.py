@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = 0x454e414c504e5754
-LAYOUT_VERSION = 2
-LAYOUT_HASH = 0x9b220f7682a74665
+LAYOUT_VERSION = 3
+LAYOUT_HASH = 0xb93f7487bac1081a
 PAGE = 4096
 NO_TOKEN = -1
 
@@ -121,14 +121,16 @@ STEP_HEADER = np.dtype(
         ("num_tokens", "<u4"),  # used entries of `token_ids`
         ("num_closes", "<u4"),  # used entries of `closes`
         ("num_opens", "<u4"),  # used entries of `opens`
+        ("num_forks", "<u4"),  # used entries of `forks`
         ("num_table_writes", "<u4"),  # used entries of `table_writes`
         ("num_swap_outs", "<u4"),  # used entries of `swap_outs`
         ("num_swap_ins", "<u4"),  # used entries of `swap_ins`
         ("num_copies", "<u4"),  # used entries of `copies`
         ("num_extra_words", "<u4"),  # used words of `extras`
+        ("pad0", "<u4"),  # end of the record
     ]
 )
-assert STEP_HEADER.itemsize == 56
+assert STEP_HEADER.itemsize == 64
 
 # One scheduled sequence of a step.
 SEQ_ENTRY = np.dtype(
@@ -172,6 +174,16 @@ TABLE_WRITE = np.dtype(
     ]
 )
 assert TABLE_WRITE.itemsize == 12
+
+# block_table[row][:num_blocks] = block_table[parent][:num_blocks]
+ROW_FORK = np.dtype(
+    [
+        ("row", "<u4"),  # row of the block table
+        ("parent", "<u4"),  # row whose blocks it shares; no fork of the same step writes it
+        ("num_blocks", "<u4"),  # logical blocks from the beginning
+    ]
+)
+assert ROW_FORK.itemsize == 12
 
 # Copy a whole KV block, every layer, before the forward pass (copy-on-write).
 BLOCK_COPY = np.dtype(
@@ -252,7 +264,7 @@ def _align_up(n: int, to: int) -> int:
 class StepSlotLayout:
     """Byte offsets inside a step slot."""
 
-    __slots__ = ("header", "seqs", "token_ids", "closes", "opens", "table_writes", "swap_outs", "swap_ins", "copies", "extras", "bytes")
+    __slots__ = ("header", "seqs", "token_ids", "closes", "opens", "table_writes", "forks", "swap_outs", "swap_ins", "copies", "extras", "bytes")
 
     def __init__(self, c: Capacities) -> None:
         at = 0
@@ -268,6 +280,8 @@ class StepSlotLayout:
         at += c.max_rows * ROW_OPEN.itemsize
         self.table_writes = at = _align_up(at, 64)
         at += c.max_table_writes * TABLE_WRITE.itemsize
+        self.forks = at = _align_up(at, 64)
+        at += c.max_rows * ROW_FORK.itemsize
         self.swap_outs = at = _align_up(at, 64)
         at += c.max_swaps * BLOCK_SWAP.itemsize
         self.swap_ins = at = _align_up(at, 64)

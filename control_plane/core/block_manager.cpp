@@ -35,7 +35,7 @@ bool BlockManager::is_being_computed(const Sequence& sequence, const Match& matc
 
 BlockCount BlockManager::reclaimable(const Sequence& sequence) const {
   BlockCount blocks = tree_.held_alone(sequence.node);
-  for (uint32_t i = sequence.tree_blocks.value; i < sequence.num_blocks.value; ++i) {
+  for (uint32_t i = sequence.first_own_block().value; i < sequence.num_blocks.value; ++i) {
     if (pool_.references(sequence.blocks[i]) == 1) ++blocks;
   }
   return blocks;
@@ -47,6 +47,67 @@ void BlockManager::attach(Sequence& sequence, const Match& match) {
   sequence.node = node;
   sequence.tree_blocks = sequence.num_blocks = blocks;
   sequence.num_computed = {blocks.value * block_size_.value};
+}
+
+void BlockManager::attach_tail(Sequence& sequence, BlockCount shared, BlockCount blocks) {
+  attach(sequence, Match{});
+  sequence.missing_blocks = sequence.num_blocks = shared;
+  while (sequence.num_blocks < blocks) grow(sequence);
+}
+
+void BlockManager::fork(const Sequence& parent, Sequence& child, BlockCount blocks) {
+  assert(child.tree_blocks == BlockCount{0} && blocks <= parent.num_blocks);
+  // The tree's share ends where the child's path does, not where the parent's did.
+  Match match;
+  if (child.params.uses_cache) {
+    const BlockCount pinned = std::min(blocks, parent.tree_blocks);  // and no more: that is live anyway
+    match = tree_.match(child.params.cache_key, {parent.tokens.get(), pinned.value * block_size_.value}, {0});
+    match.partial = {0};
+  }
+  const auto [node, found] = tree_.pin(match, child.blocks.get());
+  cool(child.node, {0});
+  child.node = node;
+  child.tree_blocks = found;
+  for (uint32_t i = found.value; i < blocks.value; ++i) {
+    child.blocks[i] = parent.blocks[i];
+    pool_.share(parent.blocks[i]);
+  }
+  child.missing_blocks = {0};
+  child.num_blocks = std::max(child.num_blocks, blocks);
+  child.num_computed = {blocks.value * block_size_.value};
+}
+
+void BlockManager::keep_copy_source(const Sequence& parent, Sequence& child, BlockCount index) {
+  child.copy_source = parent.blocks[index.value];
+  child.has_copy_source = true;
+  if (index < parent.tree_blocks) {
+    child.copy_node = parent.node;
+    tree_.pin_again(parent.node);
+  } else {
+    pool_.share(child.copy_source);
+  }
+}
+
+void BlockManager::drop_copy_source(Sequence& child, StepSeq fence) {
+  if (!child.has_copy_source) return;
+  child.has_copy_source = false;
+  if (child.copy_node != kRootNode) {
+    cool(child.copy_node, fence);
+    child.copy_node = kRootNode;
+  } else {
+    pool_.release(child.copy_source, fence);
+  }
+}
+
+BlockId BlockManager::release_but_one(Sequence& sequence, StepSeq fence) {
+  BlockId kept = kNoBlock;
+  if (has_exclusive_last(sequence)) {
+    --sequence.num_blocks;
+    kept = sequence.blocks[sequence.num_blocks.value];
+  }
+  release(sequence, fence, false);
+  tree_.pin_again(kRootNode);
+  return kept;
 }
 
 BlockId BlockManager::grow(Sequence& sequence) {
@@ -89,12 +150,13 @@ void BlockManager::stop_filling(Sequence& sequence) {
 void BlockManager::release(Sequence& sequence, StepSeq fence, bool keep) {
   stop_filling(sequence);
   if (keep && sequence.params.uses_cache) keep_full_blocks(sequence, fence);
-  for (uint32_t i = sequence.num_blocks.value; i > sequence.tree_blocks.value; --i) {
+  drop_copy_source(sequence, fence);
+  for (uint32_t i = sequence.num_blocks.value; i > sequence.first_own_block().value; --i) {
     pool_.release(sequence.blocks[i - 1], fence);
   }
   cool(sequence.node, fence);
   sequence.node = kRootNode;
-  sequence.tree_blocks = sequence.num_blocks = {0};
+  sequence.tree_blocks = sequence.num_blocks = sequence.missing_blocks = {0};
 }
 
 // Blocks whose tokens all are known and computed go to the tree, as far as nobody else counts on them. Where the tree

@@ -1,8 +1,8 @@
 // Which blocks a sequence has: its own, those it shares through the prefix tree, and what becomes of them when it
 // leaves.
 //
-//      blocks   [ in the tree, pinned once at `node` | own: counted in the pool ]
-//               0                              tree_blocks                 num_blocks
+//      blocks   [ in the tree, pinned once at `node` | own: counted in the pool, maybe shared with its group ]
+//               0                              tree_blocks                                              num_blocks
 //
 // Prompt blocks join the tree when the step that fills them is sent: every later step runs behind it on the same device
 // queue, and within a step all KV is written before any is read. What was generated joins when the sequence leaves.
@@ -44,6 +44,34 @@ class BlockManager {
 
   // The sequence, which has no blocks, gets those that matched; num_computed says so.
   void attach(Sequence& sequence, const Match& match);
+
+  // A sequence that follows the first of its group: it has no blocks, and gets all from number `shared` on that it
+  // needs to be `blocks` long.
+  void attach_tail(Sequence& sequence, BlockCount shared, BlockCount blocks);
+
+  // The child's first `blocks` blocks are the parent's from now on; it has none there yet. All of them are full.
+  void fork(const Sequence& parent, Sequence& child, BlockCount blocks);
+
+  // Block number `index` of the parent stays as it is until the child has copied it.
+  void keep_copy_source(const Sequence& parent, Sequence& child, BlockCount index);
+  // The copy is sent, or will never be: the source is reusable behind the fence.
+  void drop_copy_source(Sequence& child, StepSeq fence);
+
+  // The sequence is about to be forked from another one: gives up its blocks, but for its last one if nobody else has
+  // it; that is returned, and the sequence's no more. kNoBlock if there is none.
+  BlockId release_but_one(Sequence& sequence, StepSeq fence);
+
+  // It has a last block, of its own, that nobody else has: release_but_one() would keep it.
+  bool has_exclusive_last(const Sequence& sequence) const {
+    return sequence.num_blocks > sequence.first_own_block() &&
+           pool_.references(sequence.blocks[(sequence.num_blocks - BlockCount{1}).value]) == 1;
+  }
+
+  // Appends a block that release_but_one() returned.
+  void take(Sequence& sequence, BlockId block) {
+    sequence.blocks[sequence.num_blocks.value] = block;
+    ++sequence.num_blocks;
+  }
 
   // One more block of its own, the next one of the sequence; there must be a free one.
   BlockId grow(Sequence& sequence);

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "control_plane/core/group.hpp"
 #include "control_plane/core/scheduler.hpp"
 
 namespace twinplane::core {
@@ -34,7 +35,8 @@ void check_blocks(Checker& check, const Session& session, const SequenceTable& s
   const BlockPool& pool = session.blocks.pool();
   std::vector<uint32_t> owners(pool.total().value, 0);
   sequences.for_each([&](const Sequence& s) {
-    for (uint32_t i = s.tree_blocks.value; i < s.num_blocks.value; ++i) ++owners[s.blocks[i].value];
+    for (uint32_t i = s.first_own_block().value; i < s.num_blocks.value; ++i) ++owners[s.blocks[i].value];
+    if (s.has_copy_source && s.copy_node == kRootNode) ++owners[s.copy_source.value];
   });
   std::vector<uint32_t> places(pool.total().value, 0);
   for (uint32_t b = 0; b < pool.total().value; ++b) {
@@ -109,7 +111,8 @@ void check_sequence(Checker& check, const Sequence& s, const std::optional<Sessi
   const uint64_t id = s.id.value;
   check.expect(s.num_computed <= s.known(), "request ", id, " computed more than it knows");
   check.expect(s.known() <= s.limit, "request ", id, " goes past its limit");
-  check.expect(s.emitted().value == s.published.load(), "request ", id, " has unpublished tokens");
+  const bool is_beam = s.has_group && s.group->beams != nullptr;
+  check.expect(is_beam || s.emitted().value == s.published.load(), "request ", id, " has unpublished tokens");
   if (s.state == SequenceState::kWaiting) {
     check.expect(s.num_blocks == BlockCount{0} && s.node == kRootNode, "request ", id, " waits and holds blocks");
     check.expect(s.num_computed == TokenCount{0}, "request ", id, " waits and has computed tokens");
@@ -123,6 +126,10 @@ void check_sequence(Checker& check, const Sequence& s, const std::optional<Sessi
                computed.value, ", computed are ", s.num_computed.value);
   check.expect(s.num_pending.value <= session->in_flight().value, "request ", id,
                " has more pending tokens than steps");
+  if (s.is_following) {
+    check.expect(s.num_computed == TokenCount{0}, "request ", id, " follows and has computed tokens");
+    return;
+  }
   check.expect(blocks_for(s.num_computed, session->pool.block_size) <= s.num_blocks, "request ", id,
                " computed tokens without blocks");
 }

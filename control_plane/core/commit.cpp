@@ -24,7 +24,7 @@ wire::RowOpen row_open(const Sequence& sequence) {
           .repetition_penalty = sampling.repetition_penalty,
           .presence_penalty = sampling.presence_penalty,
           .frequency_penalty = sampling.frequency_penalty,
-          .num_candidates = 0,
+          .num_candidates = sequence.num_candidates,
           .pad0 = 0};
 }
 
@@ -75,6 +75,9 @@ void Scheduler::preempt(Sequence& victim) {
 void Scheduler::carry_out(const StepPlan& plan, StepRecord& record, StepWriter& step) {
   for (Sequence* const victim : plan.yielding) preempt(*victim);
   for (const Scheduled& decode : plan.decodes) {
+    if (is_beam(*decode.sequence)) move_beams(*decode.sequence->group, step);
+  }
+  for (const Scheduled& decode : plan.decodes) {
     Sequence& sequence = *decode.sequence;
     if (sequence.needs_block(session_->pool.block_size)) add_block(sequence, step);
     schedule(decode, 0, record, step);
@@ -98,16 +101,8 @@ void Scheduler::send(StepWriter& step, Nanos now) {
 
 void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter& step, Nanos now) {
   Sequence& sequence = *admission.sequence;
-  population_.waiting.erase(sequence);
-  gate_.leave_queue(sequence);
-  if (!sequence.was_resident) settle(sequence);
-  sequence.become(SequenceState::kRunning);
-  population_.running.insert(sequence);
-  sequence.is_protected = sequence.was_resident;
-  session_->rows.seat(sequence);
-  step.open(row_open(sequence));
-  write_extras(step, sequence);
-
+  const bool is_new = !sequence.was_resident;
+  open_row(sequence, step, now);
   BlockManager& blocks = session_->blocks;
   blocks.attach(sequence, admission.match);
   for (BlockCount i; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
@@ -118,13 +113,91 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
   if (copies) step.copy(admission.match.partial_block, sequence.blocks[admission.match.blocks.value]);
 
   counters_.cached_tokens += sequence.num_computed.value;
-  if (!sequence.was_resident) {
-    sequence.first_scheduled = now;
+  if (is_new) {
     sequence.cached_tokens = sequence.num_computed;
-    sequence.was_resident = true;
     if (shares_) shares_->charge_prompt(sequence.tenant, sequence.distance());
   }
+  if (sequence.has_group) {
+    sequence.group->for_each([&](Sequence& member) {
+      if (&member != &sequence) admit_follower(member, step, now);
+    });
+  }
   schedule({&sequence, admission.tokens}, wire::kSeqFlagChunk, record, step);
+}
+
+// What the first of a group brings along: a row each, and all blocks it will need for its next token but the shared
+// ones.
+void Scheduler::admit_follower(Sequence& sequence, StepWriter& step, Nanos now) {
+  open_row(sequence, step, now);
+  const TokenCount block_size = session_->pool.block_size;
+  const BlockCount shared = shared_blocks(sequence.prompt_tokens, block_size);
+  session_->blocks.attach_tail(sequence, shared, blocks_for(sequence.admission_tokens(), block_size));
+  for (BlockCount i = shared; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
+  sequence.is_following = true;
+  ++sequence.group->num_following;
+}
+
+void Scheduler::open_row(Sequence& sequence, StepWriter& step, Nanos now) {
+  population_.waiting.erase(sequence);
+  gate_.leave_queue(sequence);
+  if (!sequence.was_resident) settle(sequence);
+  sequence.become(SequenceState::kRunning);
+  population_.running.insert(sequence);
+  sequence.is_protected = sequence.was_resident;
+  if (!sequence.was_resident) sequence.first_scheduled = now;
+  sequence.was_resident = true;
+  session_->rows.seat(sequence);
+  step.open(row_open(sequence));
+  write_extras(step, sequence);
+}
+
+// The prompt up to its last token is computed by the steps sent so far, this one among them: those who follow share it.
+// The block it ends in is copied by the first step that schedules them, which runs behind this one.
+void Scheduler::fork_followers(Sequence& first, StepWriter& step) {
+  Group& group = *first.group;
+  const TokenCount common = first.prompt_tokens - TokenCount{1};
+  if (group.num_following == 0 || first.is_following || first.num_computed < common) return;
+  if (group.beams != nullptr && !group.beams->is_spread()) return;  // they wait for its token
+  const BlockCount shared = shared_blocks(first.prompt_tokens, session_->pool.block_size);
+  group.for_each([&](Sequence& member) {
+    if (!member.is_following) return;
+    session_->blocks.fork(first, member, shared);
+    step.fork(member.row, first.row, shared);
+    if (member.num_computed != common) {
+      session_->blocks.keep_copy_source(first, member, shared);
+      member.num_computed = common;
+    }
+    stop_following(member);
+  });
+}
+
+// The selection's effect on blocks: who changed hands shares its parent's full blocks and copies the one that is not.
+void Scheduler::move_beams(Group& group, StepWriter& step) {
+  BeamSearch& beams = *group.beams;
+  if (!beams.has_moves()) return;
+  BlockManager& blocks = session_->blocks;
+  for (uint32_t i = 0; i < beams.width(); ++i) {
+    if (beams.moved_from(i) == BeamSearch::kStays) continue;
+    Sequence& child = *group.members[i];
+    const Sequence& parent = *group.members[beams.moved_from(i)];
+    const BlockCount full{parent.num_computed.value / session_->pool.block_size.value};
+    if (child.is_following) stop_following(child);
+    const BlockId kept = blocks.release_but_one(child, session_->sent);
+    blocks.fork(parent, child, full);
+    step.fork(child.row, parent.row, full);
+    const bool copies = child.num_computed != parent.num_computed;
+    child.num_computed = parent.num_computed;
+    if (kept != kNoBlock) {
+      blocks.take(child, kept);
+    } else if (copies) {
+      blocks.grow(child);
+    } else {
+      continue;
+    }
+    step.write_table(child.row, full, child.blocks[full.value]);
+    if (copies) step.copy(parent.blocks[full.value], child.blocks[full.value]);
+  }
+  beams.forget_moves();
 }
 
 void Scheduler::add_block(Sequence& sequence, StepWriter& step) {
@@ -137,6 +210,11 @@ void Scheduler::add_block(Sequence& sequence, StepWriter& step) {
 void Scheduler::schedule(const Scheduled& scheduled, uint32_t flags, StepRecord& record, StepWriter& step) {
   Sequence& sequence = *scheduled.sequence;
   const TokenCount first = sequence.num_computed;
+  if (sequence.has_copy_source) {
+    const uint32_t index = first.value / session_->pool.block_size.value;
+    step.copy(sequence.copy_source, sequence.blocks[index]);
+    session_->blocks.drop_copy_source(sequence, session_->sent + StepSeq{1});
+  }
   const TokenCount past = first + scheduled.tokens;
   assert(past <= sequence.known());
   assert(blocks_for(past, session_->pool.block_size) <= sequence.num_blocks);
@@ -152,7 +230,10 @@ void Scheduler::schedule(const Scheduled& scheduled, uint32_t flags, StepRecord&
   sequence.num_computed = past;
   if ((flags & wire::kSeqFlagSamples) != 0) ++sequence.num_pending;
   if ((flags & wire::kSeqFlagChunk) != 0) counters_.prompt_tokens_computed += scheduled.tokens.value;
-  if (first < sequence.prompt_tokens) session_->blocks.publish(sequence, session_->sent);
+  if (first < sequence.prompt_tokens) {
+    session_->blocks.publish(sequence, session_->sent);
+    if (sequence.has_group) fork_followers(sequence, step);
+  }
 }
 
 }  // namespace twinplane::core

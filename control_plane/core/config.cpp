@@ -54,7 +54,7 @@ wire::Capacities capacities_for(const Config& config, const Pool& pool) {
           .max_extra_words = config.max_model_len.value + kExtraHeaderWords + kLogitEditWords,
           .max_results = config.max_rows,
           .max_swaps = 0,
-          .max_candidates = 0};
+          .max_candidates = config.max_rows * kMaxCandidates};
 }
 
 void check_capacities(const Config& config, const Pool& pool, const wire::Capacities& capacities) {
@@ -70,6 +70,9 @@ void check_capacities(const Config& config, const Pool& pool, const wire::Capaci
   require("capacity max_extra_words", capacities.max_extra_words,
           uint64_t{config.max_model_len.value} + kExtraHeaderWords,
           "penalties need the history of a request of max_model_len");
+  require("capacity max_copies", capacities.max_copies, config.max_rows, "every row may copy a block in one step");
+  require("capacity max_candidates", capacities.max_candidates, uint64_t{config.max_rows} * kMaxCandidates,
+          "every row may belong to a beam search");
   require("capacity max_results", capacities.max_results, config.max_rows, "every row may sample in one step");
 }
 

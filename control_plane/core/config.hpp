@@ -42,6 +42,9 @@ struct Config {
   void validate() const;
 };
 
+// Candidates a row may return with each token.
+inline constexpr uint32_t kMaxCandidates = 64;
+
 struct Pool {
   BlockCount num_blocks;
   TokenCount block_size;

@@ -64,7 +64,8 @@ class Gate {
   void join_queue(Sequence& sequence);
   std::optional<Refusal> judge(RequestId id, TokenCount prompt, const RequestParams& params) const;
   std::optional<Refusal> judge_length(TokenCount prompt, const RequestParams& params) const;
-  std::optional<Refusal> judge_queue(TokenCount prompt) const;
+  std::optional<Refusal> judge_queue(TokenCount prompt, uint32_t sequences) const;
+  std::optional<Refusal> judge_group(const RequestParams& params) const;
 
   const Config config_;
   std::mutex mutex_;

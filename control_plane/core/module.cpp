@@ -42,6 +42,19 @@ Namespace to_namespace(const nb::bytes& digest) {
   return key;
 }
 
+// A beam search takes the likeliest tokens, so nothing that draws or edits by history goes with it.
+BeamParams to_beams(const RequestParams& params, uint32_t width, float length_penalty, int early_stopping) {
+  if (params.n != 1)
+    throw std::invalid_argument("n is " + std::to_string(params.n) + " and beam_width is set: use one");
+  if (params.sampling.temperature != 0.0f || params.sampling.has_penalties() || params.logprobs) {
+    throw std::invalid_argument("beam_width goes with temperature 0, and without penalties and logprobs");
+  }
+  if (early_stopping < 0 || early_stopping > 2) {
+    throw std::invalid_argument("early_stopping is " + std::to_string(early_stopping) + ", it must be 0, 1 or 2");
+  }
+  return {width, length_penalty, static_cast<EarlyStopping>(early_stopping)};
+}
+
 wire::Capacities to_capacities(const std::vector<uint32_t>& values) {
   wire::Capacities capacities;
   if (values.size() * sizeof(uint32_t) != sizeof(capacities)) {
@@ -150,8 +163,10 @@ void bind_params(nb::module_& m) {
              float min_p, float repetition_penalty, float presence_penalty, float frequency_penalty, uint64_t seed,
              uint32_t stream, bool logprobs, std::vector<std::pair<int32_t, float>> logit_bias,
              std::vector<int32_t> allowed_token_ids, int32_t priority, uint64_t deadline_ns, bool cache,
-             const nb::bytes& cache_key, std::string tenant) {
+             const nb::bytes& cache_key, std::string tenant, uint32_t n, uint32_t beam_width, float length_penalty,
+             int early_stopping) {
             if (max_tokens == 0) throw std::invalid_argument("max_tokens is 0, it must be at least 1");
+            if (n == 0) throw std::invalid_argument("n is 0, it must be at least 1");
             new (self) RequestParams{.max_tokens = {max_tokens},
                                      .min_tokens = {min_tokens},
                                      .eos_token_ids = std::move(eos_token_ids),
@@ -167,19 +182,23 @@ void bind_params(nb::module_& m) {
                                                   .stream = stream,
                                                   .logit_bias = std::move(logit_bias),
                                                   .allowed_token_ids = std::move(allowed_token_ids)},
+                                     .n = n,
+                                     .beams = {},
                                      .logprobs = logprobs,
                                      .priority = priority,
                                      .deadline = {deadline_ns},
                                      .uses_cache = cache,
                                      .cache_key = to_namespace(cache_key),
                                      .tenant = std::move(tenant)};
+            if (beam_width > 1) self->beams = to_beams(*self, beam_width, length_penalty, early_stopping);
           },
           nb::kw_only(), "max_tokens"_a, "eos_token_ids"_a = std::vector<int32_t>{},
           "stop_token_ids"_a = std::vector<int32_t>{}, "min_tokens"_a = 0, "temperature"_a = 0.0f, "top_p"_a = 1.0f,
           "top_k"_a = 0, "min_p"_a = 0.0f, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f,
           "frequency_penalty"_a = 0.0f, "seed"_a = 0, "stream"_a = 0, "logprobs"_a = false,
           "logit_bias"_a = std::vector<std::pair<int32_t, float>>{}, "allowed_token_ids"_a = std::vector<int32_t>{},
-          "priority"_a = 0, "deadline_ns"_a = 0, "cache"_a = true, "cache_key"_a = nb::bytes("", 0), "tenant"_a = "");
+          "priority"_a = 0, "deadline_ns"_a = 0, "cache"_a = true, "cache_key"_a = nb::bytes("", 0), "tenant"_a = "",
+          "n"_a = 1, "beam_width"_a = 0, "length_penalty"_a = 1.0f, "early_stopping"_a = 0);
 }
 
 void bind_config(nb::module_& m) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "control_plane/core/group.hpp"
 #include "control_plane/core/residency.hpp"
 
 namespace twinplane::core {
@@ -10,6 +11,30 @@ namespace {
 
 // So many that wait for somebody else's prompt are passed over in one pass; each costs a lookup.
 constexpr size_t kMaxPassedOver = 64;
+
+// Those of a group stand one behind the other in each line.
+size_t end_of_group(const Line& line, size_t begin) {
+  size_t end = begin + 1;
+  while (end < line.size() && line[end].group == line[begin].group) ++end;
+  return end;
+}
+
+// What a waiting sequence and those that come with it need.
+Need need_of(const State& state, const Sequence& first) {
+  const TokenCount block_size = state.session.pool.block_size;
+  Need need{.blocks = blocks_for(first.admission_tokens(), block_size),
+            .words = extra_words(first.params, first.prompt_tokens, first.emitted())};
+  if (!first.has_group) return need;
+  const BlockCount shared = shared_blocks(first.prompt_tokens, block_size);
+  first.group->for_each([&](const Sequence& member) {
+    if (&member == &first) return;
+    ++need.rows;
+    need.blocks += blocks_for(member.admission_tokens(), block_size) - shared;
+    need.words += extra_words(member.params, member.prompt_tokens, member.emitted());
+    need.is_ready = need.is_ready && member.row == kNoRow;
+  });
+  return need;
+}
 
 }  // namespace
 
@@ -30,20 +55,51 @@ const StepPlan& Planner::plan(const State& state) {
 
 // INV-6: each sequence with one token to go gets it, before anything else.
 void Planner::deal_to_decodes(const State& state, Residency& residency) {
-  const TokenCount block_size = state.session.pool.block_size;
   behind_.clear();
-  for (size_t i = 0; i < state.running.size(); ++i) {
+  for (size_t i = 0; i < state.running.size();) {
     if (i + kPrefetchDistance < state.running.size()) state.running[i + kPrefetchDistance].prefetch();
-    Sequence& sequence = state.running[i];
-    if (plan_.yields.test(i) || sequence.ends_in_flight()) continue;
-    if (sequence.distance() != TokenCount{1}) {
-      behind_.push_back(i);
+    const size_t end = state.running[i].has_group ? end_of_group(state.running, i) : i + 1;
+    if (!plan_.yields.test(i) && get_blocks(state, residency, i, end)) {
+      for (size_t member = i; member < end; ++member) deal_to(state, member);
+    }
+    i = end;
+  }
+}
+
+// The blocks that sequences [begin, end) of the line, which go together, enter in this step; false if they do not go.
+bool Planner::get_blocks(const State& state, Residency& residency, size_t begin, size_t end) {
+  const TokenCount block_size = state.session.pool.block_size;
+  const Sequence& first = state.running[begin];
+  const BeamSearch* const beams = first.has_group ? first.group->beams.get() : nullptr;
+  for (size_t i = begin; i < end; ++i) {
+    const Sequence& sequence = state.running[i];
+    if (beams != nullptr && beams->moved_from(sequence.index) != BeamSearch::kStays) {
+      if (state.session.blocks.has_exclusive_last(sequence)) continue;  // it has one to copy to, or to go on in
+    } else if (!is_decode(sequence) || !sequence.needs_block(block_size)) {
       continue;
     }
-    const bool grows = sequence.needs_block(block_size);
-    if (grows && !residency.grow(i)) continue;
-    budget_->take_decode(sequence, {grows});
+    if (!residency.grow(i)) return false;
+  }
+  return true;
+}
+
+// It has one token to go, and may.
+bool Planner::is_decode(const Sequence& sequence) {
+  // A beam's next token is chosen here, so it can not be relayed.
+  const bool waits_for_result = sequence.num_candidates != 0 && sequence.num_pending != TokenCount{0};
+  return sequence.distance() == TokenCount{1} && !sequence.ends_in_flight() && !sequence.is_following &&
+         !waits_for_result;
+}
+
+void Planner::deal_to(const State& state, size_t i) {
+  Sequence& sequence = state.running[i];
+  const bool is_moving = sequence.has_group && sequence.group->beams != nullptr &&
+                         sequence.group->beams->moved_from(sequence.index) != BeamSearch::kStays;
+  if (is_moving || is_decode(sequence)) {
+    budget_->take_decode(sequence, {sequence.needs_block(state.session.pool.block_size) || is_moving});
     plan_.decodes.push_back({&sequence, TokenCount{1}});
+  } else if (sequence.distance() > TokenCount{1} && !sequence.ends_in_flight() && !sequence.is_following) {
+    behind_.push_back(i);
   }
 }
 
@@ -81,6 +137,7 @@ std::optional<Admission> Planner::next_admission(const State& state) {
     Sequence* const candidate = turns_.next();
     if (candidate == nullptr) break;
     Sequence& sequence = *candidate;
+    if (sequence.has_group && sequence.group->first() != &sequence) continue;  // it comes with the first of its group
     // Preempted while a step in flight names it: it may still get a token, and its row is not let go of yet.
     if (sequence.row != kNoRow) break;
     const BlockManager& manager = state.session.blocks;
@@ -92,11 +149,10 @@ std::optional<Admission> Planner::next_admission(const State& state) {
       ++passed_over_;
       continue;
     }
-    const BlockCount blocks = blocks_for(sequence.admission_tokens(), state.session.pool.block_size);
-    const WordCount words = extra_words(sequence.params, sequence.prompt_tokens, sequence.emitted());
-    if (!has_room(state, blocks, match)) break;
+    const Need need = need_of(state, sequence);
+    if (!need.is_ready || !has_room(state, need, match)) break;
     const TokenCount rest = sequence.known() - hit();
-    if (budget_->chunk_for(rest, hit()) == TokenCount{0} || !budget_->take_opening(blocks, words)) break;
+    if (budget_->chunk_for(rest, hit()) == TokenCount{0} || !budget_->take_opening(need.blocks, need.words)) break;
     has_offered_ = true;
     return Admission{&sequence, match, budget_->take_chunk(rest, hit())};
   }

@@ -75,6 +75,9 @@ class Planner {
 
  private:
   void deal_to_decodes(const State& state, class Residency& residency);
+  static bool get_blocks(const State& state, Residency& residency, size_t begin, size_t end);
+  static bool is_decode(const Sequence& sequence);
+  void deal_to(const State& state, size_t i);
   void deal_to_chunks(const State& state);
   bool is_hopeless(const State& state, Sequence& sequence, TokenCount computed);
 

@@ -57,8 +57,13 @@ nb::dict to_dict(const Sequence& s) {
   dict["limit"] = s.limit.value;
   dict["row"] = s.row == kNoRow ? nb::none() : nb::cast(s.row.value);
   nb::list blocks;
-  for (uint32_t i = 0; i < s.num_blocks.value; ++i) blocks.append(s.blocks[i].value);
+  for (uint32_t i = 0; i < s.num_blocks.value; ++i) {
+    blocks.append(i < s.missing_blocks.value ? nb::none() : nb::cast(s.blocks[i].value));
+  }
   dict["blocks"] = blocks;
+  dict["group"] = s.id.value - s.index;
+  dict["is_beam"] = s.num_candidates != 0;
+  dict["is_following"] = s.is_following;
   dict["is_protected"] = s.is_protected;
   dict["preemptions"] = s.preemptions;
   dict["failed_steps"] = s.failed_steps;
@@ -76,7 +81,7 @@ nb::list to_list(const Line& line) {
 void add_named_tuples(nb::module_& module) {
   event_type = named_tuple(module, "Event",
                            "request_id tokens logprobs ranks finish match cached_tokens preemptions queued_ns "
-                           "prefill_ns decode_ns estimate_ns");
+                           "prefill_ns decode_ns estimate_ns score");
   refusal_type = named_tuple(module, "Refusal", "reason limit asked message unit");
   stats_type = named_tuple(
       module, "Stats",
@@ -102,7 +107,7 @@ nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last)
       is_last ? s.match : -1, s.cached_tokens.value, is_last ? s.preemptions : 0,
       is_last || has_token ? between(s.submitted, s.first_scheduled) : 0,
       has_token ? between(s.first_scheduled, s.first_token) : 0,
-      is_last && has_token ? between(s.first_token, s.last_token) : 0, is_last ? s.estimate.value : 0);
+      is_last && has_token ? between(s.first_token, s.last_token) : 0, is_last ? s.estimate.value : 0, s.score);
 }
 
 nb::object to_refusal(const std::optional<Refusal>& refusal) {

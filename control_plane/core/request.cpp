@@ -60,17 +60,21 @@ void Sequence::fit_blocks(TokenCount block_size) {
   block_capacity = needed;
 }
 
+FinishReason Sequence::stop_reason_at(int32_t token, TokenCount emitted_then) const {
+  if (emitted_then <= stops_from) return FinishReason::kNone;
+  const auto stop = std::ranges::lower_bound(stops, token, {}, &StopToken::token);
+  return stop != stops.end() && stop->token == token ? stop->reason : FinishReason::kNone;
+}
+
 FinishReason Sequence::append(int32_t token, float logprob, uint32_t rank) {
   assert(num_pending.value != 0 && num_tokens < limit);
   if (choices != nullptr) choices[emitted().value] = {logprob, rank};
-  tokens[num_tokens.value] = token;
-  ++num_tokens;
+  push(token);
   --num_pending;
-  if ((stop_filter & filter_bit(token)) != 0 && emitted() > stops_from) {
-    const auto stop = std::ranges::lower_bound(stops, token, {}, &StopToken::token);
-    if (stop != stops.end() && stop->token == token) {
+  if ((stop_filter & filter_bit(token)) != 0) {
+    if (const FinishReason reason = stop_reason_at(token, emitted()); reason != FinishReason::kNone) {
       match = token;
-      return stop->reason;
+      return reason;
     }
   }
   return num_tokens == limit ? FinishReason::kLength : FinishReason::kNone;

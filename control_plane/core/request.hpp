@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "control_plane/core/beam_search.hpp"
 #include "control_plane/core/prefix_tree.hpp"
 #include "control_plane/core/types.hpp"
 
@@ -53,12 +54,16 @@ struct RequestParams {
   std::vector<int32_t> eos_token_ids;
   std::vector<int32_t> stop_token_ids;
   Sampling sampling;
+  uint32_t n = 1;    // samples of one prompt, each a sequence; sample i draws from stream + i
+  BeamParams beams;  // instead of samples
   bool logprobs = false;
   int32_t priority = 0;    // higher is served first
   Nanos deadline;          // 0 = none
   bool uses_cache = true;  // finds blocks of others in the prefix tree, and leaves its own there
   Namespace cache_key{};   // and only those with this key
   std::string tenant;      // who asks; what policy fair shares between
+
+  uint32_t num_sequences() const { return std::max({n, beams.width, 1u}); }
 };
 
 // Words the extras of a row take that is opened after `emitted` tokens of output.
@@ -70,7 +75,9 @@ enum class SequenceState : uint8_t { kWaiting, kRunning, kFinished };
 // How many sequences ahead a loop over them asks for memory: about as long as a miss takes.
 inline constexpr uint32_t kPrefetchDistance = 8;
 
-// One chain of tokens; today a request is exactly one.
+struct Group;
+
+// One chain of tokens: a request, or a member of its group.
 //
 // Known tokens are those in `tokens` and, at most one per step in flight, those being sampled (`num_pending`).
 //
@@ -115,6 +122,21 @@ struct alignas(64) Sequence {
   // It waits at its place in the line, not for a turn of its tenant.
   bool is_by_line() const { return order >> 32 == 0; }
 
+  // The token, as the sequence's output token number `emitted`, ends it.
+  bool is_stop(int32_t token, TokenCount emitted) const {
+    return stop_reason_at(token, emitted) != FinishReason::kNone;
+  }
+  // What a stop token's end is called.
+  FinishReason stop_reason(int32_t token) const { return stop_reason_at(token, limit); }
+  FinishReason stop_reason_at(int32_t token, TokenCount emitted) const;
+  // A known token more.
+  void push(int32_t token) {
+    tokens[num_tokens.value] = token;
+    ++num_tokens;
+  }
+  // Its first block that is its own; those before are the tree's, or not there yet.
+  BlockCount first_own_block() const { return std::max(tree_blocks, missing_blocks); }
+
   // Takes a sampled token; what it means for the sequence.
   FinishReason append(int32_t token, float logprob, uint32_t rank);
 
@@ -152,6 +174,8 @@ struct alignas(64) Sequence {
   bool is_protected = false;  // resumed and no token emitted since: may not be preempted (INV-7)
   uint8_t failed_steps = 0;   // consecutive failed steps it was in
   bool is_in_batch = false;   // of events being collected
+  bool has_group = false;
+  bool is_following = false;  // its prompt is being computed by the first of its group
 
   // --- second cache line: handing tokens over ----------------------------------------------------------------------
   alignas(64) std::vector<StopToken> stops;  // sorted by token
@@ -175,7 +199,15 @@ struct alignas(64) Sequence {
   BlockCount block_capacity;   // length of `blocks`: blocks_for(kv_limit)
   NodeId node = kRootNode;     // where its path through the prefix tree ends
   BlockCount tree_blocks;      // the first so many of its blocks are that path
-  bool was_resident = false;   // has been admitted before
+  BlockCount missing_blocks;   // while it follows: the first so many of its blocks will be shared
+  std::shared_ptr<Group> group;
+  uint32_t index = 0;            // in its group
+  uint32_t num_candidates = 0;   // the row returns with each token
+  BlockId copy_source{0};        // of the block in which the prompt ends, until the copy is sent ...
+  NodeId copy_node = kRootNode;  // ... kept by this pin, if it is the tree's,
+  bool has_copy_source = false;  // ... or else by a reference
+  float score = 0.0f;            // of a finished beam
+  bool was_resident = false;     // has been admitted before
   RequestParams params;
   Nanos submitted;
   Nanos first_scheduled;

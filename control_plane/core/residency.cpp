@@ -1,5 +1,7 @@
 #include "control_plane/core/residency.hpp"
 
+#include "control_plane/core/group.hpp"
+
 namespace twinplane::core {
 
 namespace {
@@ -31,12 +33,12 @@ bool Residency::grow(size_t index) {
   return true;
 }
 
-// The latest arrival that is not protected yields, but never one that is served before the one who asks (INV-7). False
-// if the one who asks has to do without: it waits, or it yielded itself.
+// The latest arrival that is not protected yields, with its group if it has one, but never one that is served before
+// the one who asks (INV-7). False if the one who asks has to do without: it waits, or it yielded itself.
 bool Residency::yield_one_behind(size_t index) {
   while (unasked_ > index + 1) {
     --unasked_;
-    if (!state_.running[unasked_].is_protected) {
+    if (!plan_.yields.test(unasked_) && !is_same_group(index, unasked_) && !is_protected(unasked_)) {
       yield(unasked_);
       return true;
     }
@@ -45,12 +47,36 @@ bool Residency::yield_one_behind(size_t index) {
   // then loses its protection, so waiting for it is finite. With nobody left behind, the one who asks is itself the
   // latest arrival; but the first in line never yields.
   bool is_last = true;
-  for (size_t i = index + 1; i < state_.running.size(); ++i) is_last = is_last && plan_.yields.test(i);
-  if (is_last && index != 0 && !state_.running[index].is_protected) yield(index);
+  for (size_t i = index + 1; i < state_.running.size(); ++i) {
+    is_last = is_last && (plan_.yields.test(i) || is_same_group(index, i));
+  }
+  const bool is_first = index == 0 || is_same_group(0, index);
+  // The first group alone, with nothing on its way back, can lack blocks only while its beams share in an unlucky way:
+  // computed again they fit, as the gate made sure.
+  const bool is_stuck = is_first && state_.running[index].has_group && state_.session.in_flight() == StepSeq{0};
+  if (is_last && (!is_first || is_stuck) && !is_protected(index)) yield(index);
   return false;
 }
 
+bool Residency::is_same_group(size_t a, size_t b) const {
+  return state_.running[a].has_group && state_.running[a].group == state_.running[b].group;
+}
+
+bool Residency::is_protected(size_t index) const {
+  const Sequence& sequence = state_.running[index];
+  if (!sequence.has_group) return sequence.is_protected;
+  bool any = false;
+  sequence.group->for_each([&](const Sequence& member) { any = any || member.is_protected; });
+  return any;
+}
+
 void Residency::yield(size_t index) {
+  if (!state_.running[index].has_group) return yield_one(index);
+  for (size_t i = index; i-- > 0 && is_same_group(i, index);) yield_one(i);
+  for (size_t i = index; i < state_.running.size() && is_same_group(i, index); ++i) yield_one(i);
+}
+
+void Residency::yield_one(size_t index) {
   Sequence& victim = state_.running[index];
   plan_.yielding.push_back(&victim);
   plan_.yields.set(index);
@@ -59,13 +85,13 @@ void Residency::yield(size_t index) {
   (state_.session.in_flight() == StepSeq{0} ? free_ : soon_free_) += gained;
 }
 
-bool has_room(const State& state, BlockCount blocks, Match& match) {
-  if (state.session.rows.num_free() == 0) return false;
+bool has_room(const State& state, const Need& need, Match& match) {
+  if (state.session.rows.num_free() < need.rows) return false;
   const BlockManager& manager = state.session.blocks;
   // 0 for the first one in, so whoever fits alone is admitted alone.
   const size_t reserve = (state.running.size() + kResidentsPerReservedBlock - 1) / kResidentsPerReservedBlock;
   const auto needed = [&] {
-    return blocks - match.blocks + manager.cached_on(match) + BlockCount{static_cast<uint32_t>(reserve)};
+    return need.blocks - match.blocks + manager.cached_on(match) + BlockCount{static_cast<uint32_t>(reserve)};
   };
   if (match.partial != TokenCount{0} && manager.free() < needed()) match.partial = {0};
   return manager.free() >= needed();

@@ -24,6 +24,9 @@ class Residency {
  private:
   bool yield_one_behind(size_t index);
   void yield(size_t index);
+  void yield_one(size_t index);
+  bool is_protected(size_t index) const;
+  bool is_same_group(size_t a, size_t b) const;
 
   const State& state_;
   StepPlan& plan_;
@@ -34,8 +37,16 @@ class Residency {
   bool is_short_ = false;
 };
 
-// There are a row and `blocks` blocks, of which the match brings some, for one more sequence. A partial match that
+// What it takes to let a sequence, or a group, in.
+struct Need {
+  BlockCount blocks;
+  WordCount words;
+  uint32_t rows = 1;
+  bool is_ready = true;  // no step in flight names one of them
+};
+
+// There are rows and blocks, of which the match brings some, for one more. A partial match that
 // would take what is needed elsewhere is given up.
-bool has_room(const State& state, BlockCount blocks, Match& match);
+bool has_room(const State& state, const Need& need, Match& match);
 
 }  // namespace twinplane::core

@@ -36,7 +36,14 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
     fault("a result with " + text(header.num_entries) + " entries, its slot holds " +
           text(session_->capacities.max_results));
   }
+  if (header.num_candidates > session_->capacities.max_candidates) {
+    fault("a result with " + text(header.num_candidates) + " candidates, its slot holds " +
+          text(session_->capacities.max_candidates));
+  }
   StepRecord& record = session_->record(session_->retired);
+  const std::span<const wire::Candidate> candidates(reinterpret_cast<const wire::Candidate*>(slot + layout.candidates),
+                                                    header.num_candidates);
+  size_t used = 0;
   const auto entry_at = [&](uint32_t i) {
     wire::ResultEntry entry;
     std::memcpy(&entry, slot + layout.entries + i * sizeof(entry), sizeof(entry));
@@ -51,7 +58,15 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
   for (uint32_t i = 0; i < header.num_entries; ++i) {
     if (const Sequence* const later = owner_of(i + 2 * kPrefetchDistance)) later->prefetch();
     if (const Sequence* const next = owner_of(i + kPrefetchDistance)) next->prefetch_places();
-    take_entry(entry_at(i), record, now);
+    const wire::ResultEntry entry = entry_at(i);
+    const uint32_t count = entry.row < session_->rows.size() && (entry.flags & wire::kResultFlagNotFinite) == 0
+                               ? session_->rows.num_candidates({entry.row})
+                               : 0;
+    if (count > candidates.size() - used) {
+      fault("row " + text(entry.row) + " returns " + text(candidates.size() - used) + " candidates of " + text(count));
+    }
+    take_entry(entry, candidates.subspan(used, count), record, now);
+    used += count;
   }
   if (header.last != 0) complete_step(record, header, now);
 }
@@ -73,7 +88,8 @@ void Scheduler::learn(const StepRecord& record, const wire::ResultHeader& header
   counters_.step_margin = session_->costs.margin();
 }
 
-void Scheduler::take_entry(const wire::ResultEntry& entry, StepRecord& record, Nanos now) {
+void Scheduler::take_entry(const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates,
+                           StepRecord& record, Nanos now) {
   if (entry.row >= session_->rows.size() || !record.samples.test(entry.row)) {
     fault("a token for row " + text(entry.row) + ", which samples none, or no other, in step " +
           text(session_->retired.value));
@@ -87,6 +103,7 @@ void Scheduler::take_entry(const wire::ResultEntry& entry, StepRecord& record, N
     return;
   }
   if (entry.token < 0) fault("token " + std::to_string(entry.token) + " for row " + text(entry.row));
+  if (is_beam(*sequence)) return take_candidates(*sequence, candidates, now);
   const FinishReason finish = sequence->append(entry.token, entry.logprob, entry.rank);
   if (sequence->emitted() == TokenCount{1}) sequence->first_token = now;
   sequence->last_token = now;
@@ -97,6 +114,41 @@ void Scheduler::take_entry(const wire::ResultEntry& entry, StepRecord& record, N
     events_.announce(*sequence);
   } else {
     end(*sequence, finish);
+  }
+}
+
+// A beam's next token is chosen when those of all beams have come.
+void Scheduler::take_candidates(Sequence& sequence, std::span<const wire::Candidate> candidates, Nanos now) {
+  --sequence.num_pending;
+  sequence.is_protected = false;
+  if (sequence.state != SequenceState::kRunning) return;  // preempted meanwhile: it will be computed again
+  Group& group = *sequence.group;
+  BeamSearch& beams = *group.beams;
+  for (const wire::Candidate& candidate : candidates) {
+    if (candidate.token < 0)
+      fault("candidate " + std::to_string(candidate.token) + " for row " + text(sequence.row.value));
+  }
+  beams.give(sequence.index, candidates);
+  if (!beams.is_complete()) return;
+  group.for_each([now](Sequence& member) {
+    if (member.first_token == Nanos{0}) member.first_token = now;
+    member.last_token = now;
+  });
+  if (!beams.select(group.members)) deliver_beams(group);
+}
+
+// The search is over: each sequence of the group hands over one result, best first.
+void Scheduler::deliver_beams(Group& group) {
+  for (uint32_t i = 0; i < group.beams->width(); ++i) {
+    Sequence& sequence = *group.members[i];
+    const BeamSearch::Finished result = group.beams->finished(i);
+    sequence.num_computed = std::min(sequence.num_computed, sequence.prompt_tokens);  // the rest is another beam's
+    std::ranges::copy(result.tokens, sequence.tokens.get() + sequence.prompt_tokens.value);
+    sequence.num_tokens = sequence.prompt_tokens + TokenCount{result.length};
+    sequence.score = result.score;
+    counters_.tokens_emitted += result.length;
+    if (!result.is_by_length) sequence.match = result.tokens.back();
+    end_one(sequence, result.is_by_length ? FinishReason::kLength : sequence.stop_reason(result.tokens.back()));
   }
 }
 

@@ -19,7 +19,8 @@ namespace twinplane::core {
 
 class Rows {
  public:
-  explicit Rows(uint32_t count) : owners_(count, nullptr), free_(count), closing_(count), fenced_(count) {
+  explicit Rows(uint32_t count)
+      : owners_(count, nullptr), num_candidates_(count, 0), free_(count), closing_(count), fenced_(count) {
     for (uint32_t row = 0; row < count; ++row) free_.set(row);
     num_free_ = count;
   }
@@ -34,12 +35,16 @@ class Rows {
   // sequence has ended.
   Sequence* owner(RowId row) const { return owners_[row.value]; }
 
+  // Candidates the row returns with each token, also if its sequence has ended.
+  uint32_t num_candidates(RowId row) const { return num_candidates_[row.value]; }
+
   // There must be a free row.
   void seat(Sequence& sequence) {
     const size_t row = free_.first();
     free_.reset(row);
     --num_free_;
     owners_[row] = &sequence;
+    num_candidates_[row] = sequence.num_candidates;
     sequence.row = {static_cast<uint32_t>(row)};
   }
 
@@ -71,6 +76,7 @@ class Rows {
 
  private:
   std::vector<Sequence*> owners_;
+  std::vector<uint32_t> num_candidates_;
   BitSet free_;
   uint32_t num_free_ = 0;
   BitSet closing_;

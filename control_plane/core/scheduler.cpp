@@ -48,8 +48,10 @@ void Scheduler::detach(SessionEnd how) {
   while (!running.empty()) {
     Sequence& sequence = running[running.size() - 1];
     running.erase(sequence);
-    sequence.num_blocks = sequence.tree_blocks = {0};
-    sequence.node = kRootNode;
+    sequence.num_blocks = sequence.tree_blocks = sequence.missing_blocks = {0};
+    sequence.node = sequence.copy_node = kRootNode;
+    sequence.has_copy_source = false;
+    if (sequence.is_following) stop_following(sequence);
     put_back(sequence);
   }
   // Tokens in flight were never seen by anyone: they are sampled again, to the same values (INV-10).
@@ -74,17 +76,29 @@ void Scheduler::quarantine() {
 // --- requests --------------------------------------------------------------------------------------------------------
 
 void Scheduler::accept(std::unique_ptr<Sequence> owned) {
+  Sequence& sequence = enroll(std::move(owned));
+  if (sequence.has_group) {
+    for (auto& member : sequence.group->newcomers) enroll(std::move(member));
+  }
+  if (!session_) return;  // judged when the next one attaches
+  // The gate judged by the pool it knew; a session may have begun since.
+  const bool fits_now = fits(sequence);
+  for_group(sequence, [&](Sequence& member) {
+    if (fits_now) {
+      member.fit_blocks(session_->pool.block_size);
+    } else {
+      end_one(member, FinishReason::kNeverFits);
+    }
+  });
+}
+
+// A newcomer takes its place in the queue; those of a group one behind the other.
+Sequence& Scheduler::enroll(std::unique_ptr<Sequence> owned) {
   owned->arrival = next_arrival_++;
   Sequence& sequence = population_.sequences.insert(std::move(owned));
   line_up(sequence);
   population_.deadlines.insert(sequence);
-  if (!session_) return;  // judged when the next one attaches
-  // The gate judged by the pool it knew; a session may have begun since.
-  if (fits(sequence)) {
-    sequence.fit_blocks(session_->pool.block_size);
-  } else {
-    end(sequence, FinishReason::kNeverFits);
-  }
+  return sequence;
 }
 
 // A newcomer takes its place in the queue.
@@ -127,9 +141,19 @@ void Scheduler::expire(Nanos now) {
 
 // --- the one way out -------------------------------------------------------------------------------------------------
 
+// Samples end one by one; a beam search ends as a whole, and without results unless it ended by itself.
+void Scheduler::end(Sequence& sequence, FinishReason reason) {
+  if (!is_beam(sequence)) return end_one(sequence, reason);
+  for_group(sequence, [&](Sequence& member) {
+    member.num_tokens = member.prompt_tokens;
+    end_one(member, reason);
+  });
+}
+
 // Every end, in whatever state, for whatever reason. Steps in flight may still name its row and blocks; those retire
 // behind the fence, and the late token finds no owner. Nothing names the sequence itself any more.
-void Scheduler::end(Sequence& sequence, FinishReason reason) {
+void Scheduler::end_one(Sequence& sequence, FinishReason reason) {
+  if (sequence.has_group) leave_group(sequence);
   if (sequence.state == SequenceState::kRunning) {
     population_.running.erase(sequence);
     leave_device(sequence, reason != FinishReason::kNotFinite);
@@ -147,18 +171,41 @@ void Scheduler::end(Sequence& sequence, FinishReason reason) {
   events_.announce_end(population_.sequences.take(sequence.id));
 }
 
+// If others follow it, whose prompt it computes, they begin again; what it has computed they find in the prefix tree.
+void Scheduler::leave_group(Sequence& sequence) {
+  Group& group = *sequence.group;
+  group.members[sequence.index] = nullptr;
+  if (sequence.is_following || group.num_following == 0 || sequence.state != SequenceState::kRunning) return;
+  group.for_each([this](Sequence& member) {
+    if (!member.is_following) return;
+    population_.running.erase(member);
+    leave_device(member, false);
+    put_back(member);
+  });
+}
+
 // Gives up row and blocks, behind the fence of the steps in flight (INV-3).
 void Scheduler::leave_device(Sequence& sequence, bool keep_blocks) {
   const StepSeq fence = session_->sent;
+  if (sequence.is_following) stop_following(sequence);
   session_->blocks.release(sequence, fence, keep_blocks);
   session_->rows.vacate(sequence, fence);
   session_->rows.retire(session_->retired);  // with nothing in flight the row is free at once, as the blocks are
+}
+
+void Scheduler::stop_following(Sequence& sequence) {
+  sequence.is_following = false;
+  --sequence.group->num_following;
 }
 
 // From the device to its place in the queue. Tokens in flight still count as pending.
 void Scheduler::put_back(Sequence& sequence) {
   sequence.become(SequenceState::kWaiting);
   sequence.num_computed = {0};
+  if (is_beam(sequence)) {  // all of them compute, and sample, again
+    sequence.group->beams->forget_given();
+    sequence.group->beams->forget_moves();
+  }
   population_.waiting.insert(sequence);
   gate_.put_back(sequence);
 }

@@ -8,11 +8,13 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 
 #include "control_plane/core/event_queue.hpp"
 #include "control_plane/core/gate.hpp"
+#include "control_plane/core/group.hpp"
 #include "control_plane/core/plan.hpp"
 #include "control_plane/core/state.hpp"
 #include "control_plane/core/step_writer.hpp"
@@ -114,16 +116,34 @@ class Scheduler {
   void admit(const Admission& admission, StepRecord& record, StepWriter& step, Nanos now);
   void send(StepWriter& step, Nanos now);
   void add_block(Sequence& sequence, StepWriter& step);
+  void admit_follower(Sequence& sequence, StepWriter& step, Nanos now);
+  void open_row(Sequence& sequence, StepWriter& step, Nanos now);
+  void move_beams(Group& group, StepWriter& step);
+  void fork_followers(Sequence& first, StepWriter& step);
   void schedule(const Scheduled& scheduled, uint32_t flags, StepRecord& record, StepWriter& step);
 
   // retire.cpp
-  void take_entry(const wire::ResultEntry& entry, StepRecord& record, Nanos now);
+  void take_entry(const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates, StepRecord& record,
+                  Nanos now);
+  void take_candidates(Sequence& sequence, std::span<const wire::Candidate> candidates, Nanos now);
+  void deliver_beams(Group& group);
   void complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now);
   void learn(const StepRecord& record, const wire::ResultHeader& header, Nanos now);
   [[noreturn]] void fault(const std::string& message);
 
   // scheduler.cpp
   void end(Sequence& sequence, FinishReason reason);
+  void end_one(Sequence& sequence, FinishReason reason);
+  void leave_group(Sequence& sequence);
+  void stop_following(Sequence& sequence);
+  Sequence& enroll(std::unique_ptr<Sequence> owned);
+  static bool is_beam(const Sequence& sequence) { return sequence.has_group && sequence.group->beams != nullptr; }
+  // visit(member) for the live sequences of its request, itself among them. They may end meanwhile.
+  template <typename Visit>
+  void for_group(Sequence& sequence, Visit visit) {
+    if (!sequence.has_group) return visit(sequence);
+    sequence.group->for_each(visit);  // lives as long as any event of this batch is not handed over
+  }
   void leave_device(Sequence& sequence, bool keep_blocks);
   void put_back(Sequence& sequence);
   void line_up(Sequence& newcomer);

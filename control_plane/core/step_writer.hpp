@@ -39,6 +39,11 @@ class StepWriter {
     return {record + 3, words};
   }
 
+  void fork(RowId row, RowId parent, BlockCount blocks) {
+    assert(counts_.num_forks < capacities_.max_rows);
+    region<wire::RowFork>(layout_.forks)[counts_.num_forks++] = {row.value, parent.value, blocks.value};
+  }
+
   void write_table(RowId row, BlockCount index, BlockId block) {
     assert(counts_.num_table_writes < capacities_.max_table_writes);
     region<wire::TableWrite>(layout_.table_writes)[counts_.num_table_writes++] = {row.value, index.value, block.value};

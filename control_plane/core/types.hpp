@@ -20,6 +20,7 @@ using RowId = Id<struct RowTag, uint32_t>;
 using BlockId = Id<struct BlockTag, uint32_t>;
 
 inline constexpr RowId kNoRow{~uint32_t{0}};
+inline constexpr BlockId kNoBlock{~uint32_t{0}};
 
 // An amount: added and compared within its kind.
 template <typename Tag, typename Value>
@@ -46,6 +47,12 @@ using StepSeq = Quantity<struct StepTag, uint64_t>;
 // Blocks that `tokens` tokens fill or begin.
 constexpr BlockCount blocks_for(TokenCount tokens, TokenCount block_size) {
   return {tokens.value / block_size.value + (tokens.value % block_size.value != 0)};
+}
+
+// Full blocks that sequences with the same prompt share: those before the block of the prompt's last token, which each
+// of them computes.
+constexpr BlockCount shared_blocks(TokenCount prompt_tokens, TokenCount block_size) {
+  return {(prompt_tokens.value - 1) / block_size.value};
 }
 
 // Why a request ended. Values are part of the Python surface.

@@ -48,6 +48,7 @@ nb::dict region_offsets(const std::vector<uint32_t>& values) {
   steps["closes"] = step.closes;
   steps["opens"] = step.opens;
   steps["table_writes"] = step.table_writes;
+  steps["forks"] = step.forks;
   steps["swap_outs"] = step.swap_outs;
   steps["swap_ins"] = step.swap_ins;
   steps["copies"] = step.copies;

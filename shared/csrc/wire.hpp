@@ -9,8 +9,8 @@
 namespace twinplane::wire {
 
 inline constexpr uint64_t kMagic = 0x454e414c504e5754;
-inline constexpr uint32_t kLayoutVersion = 2;
-inline constexpr uint64_t kLayoutHash = 0x9b220f7682a74665;
+inline constexpr uint32_t kLayoutVersion = 3;
+inline constexpr uint64_t kLayoutHash = 0xb93f7487bac1081a;
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kCacheLine = 64;
 inline constexpr int32_t kNoToken = -1;
@@ -132,13 +132,15 @@ struct StepHeader {
   uint32_t num_tokens;  // +24: used entries of `token_ids`
   uint32_t num_closes;  // +28: used entries of `closes`
   uint32_t num_opens;  // +32: used entries of `opens`
-  uint32_t num_table_writes;  // +36: used entries of `table_writes`
-  uint32_t num_swap_outs;  // +40: used entries of `swap_outs`
-  uint32_t num_swap_ins;  // +44: used entries of `swap_ins`
-  uint32_t num_copies;  // +48: used entries of `copies`
-  uint32_t num_extra_words;  // +52: used words of `extras`
+  uint32_t num_forks;  // +36: used entries of `forks`
+  uint32_t num_table_writes;  // +40: used entries of `table_writes`
+  uint32_t num_swap_outs;  // +44: used entries of `swap_outs`
+  uint32_t num_swap_ins;  // +48: used entries of `swap_ins`
+  uint32_t num_copies;  // +52: used entries of `copies`
+  uint32_t num_extra_words;  // +56: used words of `extras`
+  uint32_t pad0;  // +60: end of the record
 };
-static_assert(sizeof(StepHeader) == 56 && alignof(StepHeader) == 8);
+static_assert(sizeof(StepHeader) == 64 && alignof(StepHeader) == 8);
 static_assert(std::is_trivially_copyable_v<StepHeader> && std::is_standard_layout_v<StepHeader>);
 static_assert(offsetof(StepHeader, step) == 0);
 static_assert(offsetof(StepHeader, sent_ns) == 8);
@@ -147,11 +149,13 @@ static_assert(offsetof(StepHeader, num_decodes) == 20);
 static_assert(offsetof(StepHeader, num_tokens) == 24);
 static_assert(offsetof(StepHeader, num_closes) == 28);
 static_assert(offsetof(StepHeader, num_opens) == 32);
-static_assert(offsetof(StepHeader, num_table_writes) == 36);
-static_assert(offsetof(StepHeader, num_swap_outs) == 40);
-static_assert(offsetof(StepHeader, num_swap_ins) == 44);
-static_assert(offsetof(StepHeader, num_copies) == 48);
-static_assert(offsetof(StepHeader, num_extra_words) == 52);
+static_assert(offsetof(StepHeader, num_forks) == 36);
+static_assert(offsetof(StepHeader, num_table_writes) == 40);
+static_assert(offsetof(StepHeader, num_swap_outs) == 44);
+static_assert(offsetof(StepHeader, num_swap_ins) == 48);
+static_assert(offsetof(StepHeader, num_copies) == 52);
+static_assert(offsetof(StepHeader, num_extra_words) == 56);
+static_assert(offsetof(StepHeader, pad0) == 60);
 
 // One scheduled sequence of a step.
 struct SeqEntry {
@@ -214,6 +218,18 @@ static_assert(std::is_trivially_copyable_v<TableWrite> && std::is_standard_layou
 static_assert(offsetof(TableWrite, row) == 0);
 static_assert(offsetof(TableWrite, index) == 4);
 static_assert(offsetof(TableWrite, block) == 8);
+
+// block_table[row][:num_blocks] = block_table[parent][:num_blocks]
+struct RowFork {
+  uint32_t row;  // +0: row of the block table
+  uint32_t parent;  // +4: row whose blocks it shares; no fork of the same step writes it
+  uint32_t num_blocks;  // +8: logical blocks from the beginning
+};
+static_assert(sizeof(RowFork) == 12 && alignof(RowFork) == 4);
+static_assert(std::is_trivially_copyable_v<RowFork> && std::is_standard_layout_v<RowFork>);
+static_assert(offsetof(RowFork, row) == 0);
+static_assert(offsetof(RowFork, parent) == 4);
+static_assert(offsetof(RowFork, num_blocks) == 8);
 
 // Copy a whole KV block, every layer, before the forward pass (copy-on-write).
 struct BlockCopy {
@@ -313,6 +329,7 @@ struct StepSlotLayout {
   uint64_t closes = 0;  // u32 x max_rows: rows whose sequence has left; applied first
   uint64_t opens = 0;  // RowOpen x max_rows: rows that get a new sequence; applied after closes
   uint64_t table_writes = 0;  // TableWrite x max_table_writes: deltas of the block table; applied after opens
+  uint64_t forks = 0;  // RowFork x max_rows: tables that begin like another row's; applied after table_writes
   uint64_t swap_outs = 0;  // BlockSwap x max_swaps: blocks saved to the host; done before anything of this step is written
   uint64_t swap_ins = 0;  // BlockSwap x max_swaps: blocks restored from the host; after `swap_outs`
   uint64_t copies = 0;  // BlockCopy x max_copies: block copies; after the swaps, before any KV of this step is written
@@ -333,6 +350,8 @@ struct StepSlotLayout {
     at += uint64_t{c.max_rows} * sizeof(RowOpen);
     table_writes = at = align_up(at, 64);
     at += uint64_t{c.max_table_writes} * sizeof(TableWrite);
+    forks = at = align_up(at, 64);
+    at += uint64_t{c.max_rows} * sizeof(RowFork);
     swap_outs = at = align_up(at, 64);
     at += uint64_t{c.max_swaps} * sizeof(BlockSwap);
     swap_ins = at = align_up(at, 64);

@@ -42,6 +42,11 @@ class Request:
     cache: bool = True
     cache_key: bytes = b""
     tenant: str = ""
+    n: int = 1
+    stream: int = 0
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: int = 0
 
     def params(self) -> _core.RequestParams:
         return _core.RequestParams(
@@ -61,6 +66,11 @@ class Request:
             cache=self.cache,
             cache_key=self.cache_key,
             tenant=self.tenant,
+            n=self.n,
+            stream=self.stream,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
         )
 
 
@@ -70,6 +80,14 @@ def draw(tokens: Iterable[int], seed: int, allowed: Iterable[int], suppressed: I
     banned = set(suppressed)
     candidates = [token for token in (sorted(allowed) or range(VOCAB)) if token not in banned]
     return candidates[state % len(candidates)]
+
+
+def candidates_of(tokens: Iterable[int], suppressed: Iterable[int]) -> list[tuple[int, float]]:
+    """Every token that may follow, likeliest first, lower ids first among equals."""
+    state = zlib.crc32(np.fromiter(tokens, np.int32).tobytes())
+    banned = set(suppressed)
+    logprobs = {token: float(np.float32(-((state >> (token % 7)) * (token + 3) % 997 + 1) / 300)) for token in range(VOCAB)}
+    return sorted(((token, -1e9 if token in banned else value) for token, value in logprobs.items()), key=lambda c: (-c[1], c[0]))
 
 
 def logprob_of(token: int, position: int) -> float:
@@ -90,7 +108,9 @@ def expected_output(request: Request) -> tuple[list[int], int, int]:
         return [], _core.FINISH_NOT_FINITE, -1
     while len(output) < request.max_tokens:
         early = len(output) < request.min_tokens
-        token = draw(tokens, request.seed, request.allowed, request.eos + request.stops if early else (), edits_of(request))
+        token = draw(
+            tokens, request.seed + 101 * request.stream, request.allowed, request.eos + request.stops if early else (), edits_of(request)
+        )
         tokens.append(token)
         output.append(token)
         if not early and token in request.eos:
@@ -112,6 +132,7 @@ class Step:
     opens: NDArray[np.void]
     table_writes: NDArray[np.void]
     copies: NDArray[np.void]
+    forks: NDArray[np.void]
     extras: list[tuple[int, int, list[int]]]  # (row, kind, words)
 
     @property
@@ -141,6 +162,7 @@ def decode_step(slot: bytes | NDArray[np.uint8], capacities: wire.Capacities) ->
         region(wire.ROW_OPEN, layout.opens, "num_opens"),
         region(wire.TABLE_WRITE, layout.table_writes, "num_table_writes"),
         region(wire.BLOCK_COPY, layout.copies, "num_copies"),
+        region(wire.ROW_FORK, layout.forks, "num_forks"),
         extras,
     )
 
@@ -180,6 +202,7 @@ class FakeDevice:
         self.kv = np.full((num_blocks, block_size, 2), -1, np.int64)  # (position, token)
         self.now_ns = 0  # the clock of whoever drives it
         self.rows: dict[int, Row] = {}
+        self._candidates: list[tuple[int, float]] = []  # of the step being executed
         self.in_flight: list[tuple[Step, dict[int, set[int]]]] = []  # with the blocks each row may touch; copies are nobody's row
         self.sent_tables: dict[int, dict[int, int]] = {}  # block tables as they will be after all sent steps
 
@@ -195,8 +218,11 @@ class FakeDevice:
             assert row not in busy_rows, f"row {row} opened while a step in flight names it"
             self.sent_tables[row] = {}
         for row, index, block in step.table_writes.tolist():
-            assert index not in self.sent_tables[row]
             self.sent_tables[row][index] = block
+        children = {row for row, _, _ in step.forks.tolist()}
+        for row, parent, count in step.forks.tolist():
+            assert parent not in children, "a parent of a fork is the child of another one"
+            self.sent_tables[row] |= {index: self.sent_tables[parent][index] for index in range(count)}
         named = {row: set(self.sent_tables[row].values()) for row in step.rows}
         named[COPIES] = {source for source, _ in step.copies.tolist()}  # the target is in a row's table
         self._check_writes(step)
@@ -215,6 +241,8 @@ class FakeDevice:
             assert len(rows - {COPIES}) <= 1, f"block {block} is written by rows {rows}"
             for _, named in self.in_flight:
                 users = {user for user, blocks in named.items() if block in blocks}
+                if users & rows - {COPIES}:
+                    users -= {COPIES}  # its owner goes on in it, behind what was copied
                 assert users <= rows - {COPIES}, f"block {block} of {rows} reused while a step in flight names it for {users}"
 
     def run_next(self) -> bytes:
@@ -228,12 +256,16 @@ class FakeDevice:
             self.rows[row].attach(kind, words)
         for row, index, block in step.table_writes.tolist():
             self.rows[row].table[index] = block
+        for row, parent, count in step.forks.tolist():
+            self.rows[row].table |= {index: self.rows[parent].table[index] for index in range(count)}
         for source, target in step.copies.tolist():
             self.kv[target] = self.kv[source]
         # All KV of a step is written before any is read, layer by layer.
         for seq in step.seqs:
             self._write(seq, step.token_ids)
-        return self.result(step.number, [entry for seq in step.seqs if (entry := self._read(seq)) is not None])
+        self._candidates = []
+        entries = [entry for seq in step.seqs if (entry := self._read(seq)) is not None]
+        return self.result(step.number, entries, self._candidates)
 
     def _write(self, seq: np.void, token_ids: NDArray[np.int32]) -> None:
         row = self.rows[int(seq["row"])]
@@ -269,13 +301,23 @@ class FakeDevice:
         edits = row.bias + int(opened["repetition_penalty"] * 8) + int(opened["frequency_penalty"] * 64)
         position = len(tokens)
         suppressed = row.suppressed[1] if position < row.suppressed[0] else []
-        token = draw(tokens, int(opened["seed"]), row.allowed, suppressed, edits)
+        if opened["num_candidates"]:
+            self._candidates += candidates_of(tokens, suppressed)[: int(opened["num_candidates"])]
+        token = draw(tokens, int(opened["seed"]) + 101 * int(opened["stream"]), row.allowed, suppressed, edits)
         row.last_token = token
         row.output_history.append(token)
         rank = 1 if opened["flags"] & wire.RowFlag.LOGPROBS else 0
         return number, token, logprob_of(token, position), rank, 0
 
-    def result(self, step: int, entries: list[tuple[int, int, float, int, int]], *, status: int = 0, last: bool = True) -> bytes:
+    def result(
+        self,
+        step: int,
+        entries: list[tuple[int, int, float, int, int]],
+        candidates: Iterable[tuple[int, float]] = (),
+        *,
+        status: int = 0,
+        last: bool = True,
+    ) -> bytes:
         """A result slot's bytes; entries are (row, token, logprob, rank, flags)."""
         layout = wire.ResultSlotLayout(self.capacities)
         slot = np.zeros(layout.bytes, np.uint8)
@@ -285,4 +327,7 @@ class FakeDevice:
         target = slot[layout.entries : layout.entries + len(entries) * wire.RESULT_ENTRY.itemsize].view(wire.RESULT_ENTRY)
         for i, entry in enumerate(entries):
             target[i] = entry
+        given = np.array(list(candidates), wire.CANDIDATE)
+        header["num_candidates"] = len(given)
+        slot[layout.candidates : layout.candidates + given.nbytes] = given.view(np.uint8)
         return slot.tobytes()

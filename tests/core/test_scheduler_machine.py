@@ -23,8 +23,20 @@ def requests(draw: st.DrawFn) -> Request:
         prompt = prompt[:length]
     if draw(st.integers(0, 30)) == 0:
         prompt = (*prompt[:-1], NAN_TOKEN)
+    kind = draw(st.sampled_from(["one", "one", "one", "samples", "beams"]))
+    if kind == "beams":
+        return Request(
+            prompt,
+            max_tokens=draw(st.integers(1, 20)),
+            eos=draw(st.sampled_from([(), (0, 1)])),
+            min_tokens=draw(st.sampled_from([0, 3])),
+            beam_width=draw(st.integers(2, 4)),
+            early_stopping=draw(st.integers(0, 2)),
+            cache=draw(st.booleans()),
+        )
     return Request(
         prompt,
+        n=draw(st.integers(2, 4)) if kind == "samples" else 1,
         max_tokens=draw(st.integers(1, MAX_MODEL_LEN)),
         eos=draw(st.sampled_from([(), (0,), (0, 1, 2, 3, 4)])),
         stops=draw(st.sampled_from([(), (5, 6, 7)])),
@@ -74,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if deadline:
             request = Request(**(vars(request) | {"deadline_ns": self.rig.now + deadline * STEP_NS}))
         self.rig.submit(self.next_id, request)
-        self.next_id += 1
+        self.next_id += max(request.n, request.beam_width)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:

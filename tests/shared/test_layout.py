@@ -113,11 +113,12 @@ def test_golden_bytes_of_a_step() -> None:
     def region(offset: int, dtype: np.dtype | str, count: int) -> np.ndarray:
         return slot[offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
 
-    region(layout.header, wire.STEP_HEADER, 1)[0] = (7, 0x1122334455667788, 1, 1, 3, 1, 1, 1, 1, 1, 1, 4)
+    region(layout.header, wire.STEP_HEADER, 1)[0] = (7, 0x1122334455667788, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 4, 0)
     region(layout.seqs, wire.SEQ_ENTRY, 1)[0] = (1, 10, 3, 0, wire.SeqFlag.SAMPLES | wire.SeqFlag.CHUNK, 0)
     region(layout.token_ids, "<i4", 3)[:] = (5, 6, wire.NO_TOKEN)
     region(layout.closes, "<u4", 1)[0] = 9
     region(layout.opens, wire.ROW_OPEN, 1)[0] = (1, wire.RowFlag.LOGPROBS, 42, 2, 0.5, 0.25, 0, 3, 1, 0, 0, 8, 0)
+    region(layout.forks, wire.ROW_FORK, 1)[0] = (1, 0, 2)
     region(layout.table_writes, wire.TABLE_WRITE, 1)[0] = (1, 2, 0x33)
     region(layout.swap_outs, wire.BLOCK_SWAP, 1)[0] = (0x66, 0x77)
     region(layout.swap_ins, wire.BLOCK_SWAP, 1)[0] = (0x88, 0x99)
@@ -126,17 +127,18 @@ def test_golden_bytes_of_a_step() -> None:
 
     expected = {
         0: "07000000 00000000  88776655 44332211  01000000 01000000 03000000 01000000 01000000 01000000 01000000 01000000"
-        " 01000000 04000000",
+        " 01000000 01000000 04000000 00000000",
         64: "01000000 0a000000 03000000 00000000 03000000 00000000",  # seqs: 2 * 24 bytes, padded to 64
         128: "05000000 06000000 ffffffff",  # token_ids: 16 * 4
         192: "09000000",  # closes: 2 * 4, padded
         256: "01000000 02000000 2a000000 00000000 02000000 0000003f 0000803e 00000000 03000000 0000803f 00000000 00000000"
         " 08000000 00000000",
-        384: "01000000 02000000 33000000",  # behind opens: 2 * 56, padded to 128
-        448: "66000000 77000000",  # swap_outs
-        512: "88000000 99000000",  # swap_ins
-        576: "44000000 55000000",  # copies
-        640: "01000000 04000000 01000000 4d000000",  # extras
+        384: "01000000 02000000 33000000",  # table_writes: behind opens, 2 * 56 padded to 128
+        448: "01000000 00000000 02000000",  # forks
+        512: "66000000 77000000",  # swap_outs
+        576: "88000000 99000000",  # swap_ins
+        640: "44000000 55000000",  # copies
+        704: "01000000 04000000 01000000 4d000000",  # extras
     }
     golden = np.zeros(4096, np.uint8)
     for offset, text in expected.items():

@@ -3,6 +3,7 @@
 // token.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -62,11 +63,23 @@ class FakeDevice {
     for (uint32_t i = 0; i < header.num_closes; ++i) REQUIRE(rows_.erase(closes[i]) == 1, "row %u", closes[i]);
     const auto* opens = at<wire::RowOpen>(step, step_layout_.opens);
     for (uint32_t i = 0; i < header.num_opens; ++i) {
-      REQUIRE(rows_.emplace(opens[i].row, Row{}).second, "row %u opened twice", opens[i].row);
+      REQUIRE(rows_.emplace(opens[i].row, Row{.num_candidates = opens[i].num_candidates}).second, "row %u opened twice",
+              opens[i].row);
     }
     const auto* writes = at<wire::TableWrite>(step, step_layout_.table_writes);
     for (uint32_t i = 0; i < header.num_table_writes; ++i) {
-      REQUIRE(rows_.at(writes[i].row).table.emplace(writes[i].index, writes[i].block).second, "row %u", writes[i].row);
+      rows_.at(writes[i].row).table[writes[i].index] = writes[i].block;
+    }
+    const auto* forks = at<wire::RowFork>(step, step_layout_.forks);
+    for (uint32_t i = 0; i < header.num_forks; ++i) {
+      for (uint32_t b = 0; b < forks[i].num_blocks; ++b) {
+        rows_.at(forks[i].row).table[b] = rows_.at(forks[i].parent).table.at(b);
+      }
+    }
+    const auto* copies = at<wire::BlockCopy>(step, step_layout_.copies);
+    for (uint32_t i = 0; i < header.num_copies; ++i) {
+      std::copy_n(kv_.begin() + uint64_t{copies[i].source} * block_size_, block_size_,
+                  kv_.begin() + uint64_t{copies[i].target} * block_size_);
     }
     auto& out = *reinterpret_cast<wire::ResultHeader*>(result + result_layout_.header);
     out = {.step = header.step,
@@ -77,16 +90,26 @@ class FakeDevice {
            .sample_us = 0,
            .status = wire::kStepStatusOk,
            .num_entries = 0,
-           .last = 1};
+           .last = 1,
+           .num_candidates = 0,
+           .pad0 = 0};
     auto* entries = reinterpret_cast<wire::ResultEntry*>(result + result_layout_.entries);
     const auto* seqs = at<wire::SeqEntry>(step, step_layout_.seqs);
     const auto* tokens = at<int32_t>(step, step_layout_.token_ids);
+    auto* candidates = reinterpret_cast<wire::Candidate*>(result + result_layout_.candidates);
+    // All KV of a step is written before any is read.
+    for (uint32_t i = 0; i < header.num_seqs; ++i) {
+      store(rows_.at(seqs[i].row), seqs[i], tokens + seqs[i].token_start);
+    }
     for (uint32_t i = 0; i < header.num_seqs; ++i) {
       Row& row = rows_.at(seqs[i].row);
-      store(row, seqs[i], tokens + seqs[i].token_start);
       if ((seqs[i].flags & wire::kSeqFlagSamples) == 0) continue;
       row.last_token = sample(row, seqs[i].position + seqs[i].num_tokens);
       entries[out.num_entries++] = {.row = seqs[i].row, .token = row.last_token, .logprob = -1, .rank = 1, .flags = 0};
+      for (uint32_t c = 0; c < row.num_candidates; ++c) {
+        candidates[out.num_candidates++] = {(row.last_token + static_cast<int32_t>(c * c)) % 50,
+                                            -0.1f * static_cast<float>(c + 1)};
+      }
     }
   }
 
@@ -98,6 +121,7 @@ class FakeDevice {
   struct Row {
     std::map<uint32_t, uint32_t> table;
     int32_t last_token = wire::kNoToken;
+    uint32_t num_candidates = 0;
   };
 
   template <typename T>

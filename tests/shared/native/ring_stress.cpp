@@ -28,7 +28,7 @@ extern "C" const char* __tsan_default_suppressions() { return "race:twinplane::s
 
 namespace {
 
-constexpr wire::Capacities kCapacities = {4, 8, 64, 16, 4, 16, 16};
+constexpr wire::Capacities kCapacities = {4, 8, 64, 16, 4, 16, 16, 0, 0};
 constexpr uint64_t kEpoch = 1;
 // Far longer than any pause: news that waits so long was missed.
 constexpr uint64_t kLongBoundNs = 20 * shm::kNsPerSecond;
