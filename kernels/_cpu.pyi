@@ -43,7 +43,8 @@ def isa() -> Isa:
     """The instruction set in use: the best this processor has, unless set_isa() chose another."""
 
 def supported_isas() -> list[Isa]:
-    """Best first; always ends with "plain"."""
+    """Best first; always ends with "plain". "avx512" means F, BW, VL, DQ and VNNI (Intel from Cascade Lake, AMD from Zen 4), "avx2"
+    AVX2, FMA and F16C."""
 
 def set_isa(name: Isa) -> None:
     """Choose the instruction set of later calls (tests). A PackedLinear keeps the one it was packed for.
