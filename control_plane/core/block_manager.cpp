@@ -128,7 +128,8 @@ void BlockManager::copy_partial(Sequence& sequence, const Match& match, StepSeq 
 void BlockManager::publish(Sequence& sequence, StepSeq now) {
   if (!sequence.params.uses_cache) return;
   const BlockCount full{std::min(sequence.num_computed, sequence.prompt_tokens).value / block_size_.value};
-  if (full > sequence.tree_blocks) {
+  // Blocks that others of its group share outside the tree stay there.
+  if (full > sequence.tree_blocks && pool_.references(sequence.blocks[full.value - 1]) == 1) {
     // A node that is only being found by others must say whom to wait for from now on.
     stop_filling(sequence);
     const BlockCount before = sequence.tree_blocks;

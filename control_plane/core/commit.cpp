@@ -230,10 +230,9 @@ void Scheduler::schedule(const Scheduled& scheduled, uint32_t flags, StepRecord&
   sequence.num_computed = past;
   if ((flags & wire::kSeqFlagSamples) != 0) ++sequence.num_pending;
   if ((flags & wire::kSeqFlagChunk) != 0) counters_.prompt_tokens_computed += scheduled.tokens.value;
-  if (first < sequence.prompt_tokens) {
-    session_->blocks.publish(sequence, session_->sent);
-    if (sequence.has_group) fork_followers(sequence, step);
-  }
+  if (first < sequence.prompt_tokens) session_->blocks.publish(sequence, session_->sent);
+  // A first that was preempted may find its prompt in the tree, and more: it then begins behind it.
+  if (sequence.has_group && sequence.group->num_following != 0) fork_followers(sequence, step);
 }
 
 }  // namespace twinplane::core
