@@ -5,7 +5,7 @@ Every ``simulate`` function returns a dict:
 ===================== ============================================================================================
 ``arrival_s`` ...     float64 ``[requests]``: ``arrival_s``, ``first_scheduled_s``, ``first_token_s``, ``finish_s``;
                       NaN where it did not come to that
-``tokens``            uint32 ``[requests]``: emitted; also ``preemptions``, ``cached_tokens``
+``tokens``            uint32 ``[requests]``: emitted, by all samples; also ``preemptions``, ``cached_tokens``
 ``outcome``           uint8 ``[requests]``: 0 unfinished, 1 finished, 2 refused, 3 given up
 ``gaps_s``            float32 ``[tokens - first tokens]``: every gap between two tokens of a sequence, in order of time
 ``memory``            samples: ``at_s``, ``held_tokens``, ``reserved_tokens``, ``allocated_tokens``, ``capacity_tokens``,
@@ -41,6 +41,7 @@ class Trace:
         prompt_tokens: NDArray[np.uint32],
         output_tokens: NDArray[np.uint32],
         priority: NDArray[np.int32],
+        samples: NDArray[np.uint32],  # answers to the same prompt; other systems than twinplane() take one only
         tenant: NDArray[np.uint32],  # index into `tenants`
         tenants: Sequence[str],
         run_offsets: NDArray[np.uint64],

@@ -17,5 +17,5 @@ FORMATS = {
     "multiturn": "csv in,out of turns in conversation order, in = all before it; looks like lengths, so it has to be named",
     "mooncake": "jsonl of Mooncake's FAST '25 traces: timestamp, input_length, output_length, hash_ids",
     "agentic": "jsonl of coding agents' conversations: block, reqs with run-length hash ids",
-    "twinplane": "jsonl of our own: arrival_s, prompt_tokens, output_tokens, prefix, tenant, priority",
+    "twinplane": "jsonl of our own: arrival_s, prompt_tokens, output_tokens, prefix, n, tenant, priority",
 }

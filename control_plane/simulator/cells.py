@@ -136,6 +136,11 @@ def with_prefix(trace: Trace, tokens: int) -> Trace:
     )
 
 
+def with_samples(trace: Trace, samples: int) -> Trace:
+    """Every prompt is answered ``samples`` times."""
+    return dataclasses.replace(trace, samples=np.full(len(trace), samples, dtype=np.uint32))
+
+
 # --- measures that several cells take ---
 
 

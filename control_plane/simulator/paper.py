@@ -24,6 +24,7 @@ from .cells import (
     shuffled,
     sustained,
     with_prefix,
+    with_samples,
 )
 from .run import Result, Setup
 from .traces import Trace
@@ -114,6 +115,21 @@ def rates(data: Data) -> Iterator[Cell]:
         yield judge(f"{name}: rate against static, ShareGPT", source, gain, "5 to 22", is_ok=5 <= gain <= 22)
 
 
+def parallel_sampling(data: Data) -> Iterator[Cell]:
+    """Fig. 15a: blocks that samples of one prompt share, of those they would take apart."""
+    opt = setup("a100-opt-13b")
+    kinds = (
+        ("Alpaca-like", alpaca(), 20.0, {2: (5.1, 7.1), 4: (7.5, 9.5), 6: (8.8, 10.8)}, "Fig. 15a: 6.1, 8.5, 9.8 % for 2, 4, 6"),
+        ("ShareGPT", sharegpt(data), 1.5, dict.fromkeys((2, 4, 6), (16.2, 30.5)), "section 6.3: 16.2 to 30.5 %"),
+    )
+    for name, trace, sequences_per_s, bands, source in kinds:
+        for n, (least, most) in bands.items():
+            result = sustained("twinplane", with_samples(trace, n), opt, rate=sequences_per_s / n, seconds=3600)
+            got = 100 * (1 - result.averages["allocated_tokens"] / result.averages["mapped_tokens"])
+            cell = f"{name}: blocks saved by {n} samples %"
+            yield between(cell, source, got, least, most)
+
+
 def shared_prefix(data: Data) -> Iterator[Cell]:
     """Fig. 16: translation behind one example (80 tokens) or five (341). The sentences' lengths are assumed: WMT16 is not at hand."""
     sentences = traces.synthetic("sentences", 120_000, (31.0, 0.5, 4, 256), (34.0, 0.5, 4, 256))
@@ -155,6 +171,7 @@ GROUPS = (
     Group("Fig. 2 and 13a, ShareGPT", ("sharegpt",), memory),
     Group("Fig. 2 and 13b, Alpaca-like", (), alpaca_memory),
     Group("Fig. 12, ShareGPT", ("sharegpt",), rates),
+    Group("Fig. 15a, parallel sampling", ("sharegpt",), parallel_sampling),
     Group("Fig. 16, shared prefix", (), shared_prefix),
     Group("Fig. 17, chatbot", ("multiturn",), chatbot),
     Group("Fig. 19a, swap and recompute", (), swapping),

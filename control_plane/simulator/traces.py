@@ -49,6 +49,7 @@ class Row:
     runs: list[Run] | None = None  # None: a prompt that shares nothing
     priority: int = 0
     tenant: str = ""
+    samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Trace:
     prompt_tokens: NDArray[np.uint32]
     output_tokens: NDArray[np.uint32]
     priority: NDArray[np.int32]
+    samples: NDArray[np.uint32]
     tenant: NDArray[np.uint32]  # index into tenants
     tenants: tuple[str, ...]
     run_offsets: NDArray[np.uint64]  # [requests + 1]
@@ -83,6 +85,7 @@ class Trace:
             prompt_tokens=self.prompt_tokens[:count],
             output_tokens=self.output_tokens[:count],
             priority=self.priority[:count],
+            samples=self.samples[:count],
             tenant=self.tenant[:count],
             run_offsets=self.run_offsets[: count + 1],
             runs=self.runs[:runs],
@@ -101,6 +104,7 @@ class Trace:
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
             priority=self.priority,
+            samples=self.samples,
             tenant=self.tenant,
             tenants=self.tenants,
             run_offsets=self.run_offsets,
@@ -129,6 +133,7 @@ def build(name: str, rows: Iterable[Row]) -> Trace:
         prompt_tokens=np.array([row.prompt for row in listed], dtype=np.uint32),
         output_tokens=np.array([row.output for row in listed], dtype=np.uint32),
         priority=np.array([row.priority for row in listed], dtype=np.int32),
+        samples=np.array([row.samples for row in listed], dtype=np.uint32),
         tenant=np.array([tenants[row.tenant] for row in listed], dtype=np.uint32),
         tenants=tuple(tenants),
         run_offsets=np.array(offsets, dtype=np.uint64),
@@ -370,14 +375,15 @@ def _agentic_hashes(request: _Line) -> Iterator[tuple[int, int]]:
 def _own(path: Path) -> Iterator[Row]:
     """Our format: ``{"arrival_s": 0.5, "prompt_tokens": 300, "output_tokens": 40, "prefix": [["name", 200]], "tenant": "x"}``.
 
-    ``prefix``: the prompt begins with so many tokens of each named text; the rest is its own. It, ``tenant`` and ``priority`` may be
-    left out.
+    ``prefix``: the prompt begins with so many tokens of each named text; the rest is its own. It, ``n`` (samples), ``tenant``
+    and ``priority`` may be left out.
     """
     names: dict[str, int] = {}
     for i, line in enumerate(_json_lines(path)):
         prompt = line.length("prompt_tokens")
         arrival_s = line.number("arrival_s", _MAX_SECONDS) if "arrival_s" in line.fields else None
         priority = line.integer("priority", 1 << 30, -(1 << 30)) if "priority" in line.fields else 0
+        samples = line.integer("n", 1024, 1) if "n" in line.fields else 1
         tenant = line.fields.get("tenant", "")
         if not isinstance(tenant, str) or len(tenant) > 64:
             raise line.fail(f"tenant is {_shown(tenant)}, expected at most 64 characters")
@@ -391,7 +397,7 @@ def _own(path: Path) -> Iterator[Row]:
             raise line.fail(f"the prefixes are {prompt - rest} tokens long, the prompt only {prompt}")
         if rest:
             runs.append(Run(_private(i), 0, rest))
-        yield Row(arrival_s, prompt, line.length("output_tokens"), runs, priority, tenant)
+        yield Row(arrival_s, prompt, line.length("output_tokens"), runs, priority, tenant, samples)
 
 
 class Reader(NamedTuple):

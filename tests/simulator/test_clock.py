@@ -123,6 +123,40 @@ def test_what_sequences_share_is_allocated_once():
     assert averages["held_tokens"] + averages["reserved_tokens"] <= averages["allocated_tokens"]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_of_a_prompt_share_its_blocks_and_each_is_answered(depth):
+    rows = [Row(i * 0.05, 32, 20, samples=4) for i in range(5)]
+    result = replay(traces.build("samples", rows).native(), flat_device(), block_size=8, depth=depth)
+    assert list(result["outcome"]) == [FINISHED] * 5 and list(result["tokens"]) == [80] * 5
+    assert len(result["gaps_s"]) == 5 * 4 * 19
+    averages = result["averages"]
+    # The prompt's four blocks once instead of four times, beside at most three blocks of each answer.
+    assert 0.3 < 1 - averages["allocated_tokens"] / averages["mapped_tokens"] < 0.75
+    assert averages["held_tokens"] + averages["reserved_tokens"] <= averages["allocated_tokens"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_samples_finish_however_short_memory_is(seed):
+    """Groups that are preempted and come back find more than their prompt in the cache, and the others of a group follow them."""
+    dice = np.random.default_rng(seed)
+    rows = []
+    for i in range(80):
+        prompt, output, shared = (int(n) for n in dice.integers(1, 80, 3))
+        shared = min(shared, prompt)
+        runs = [Run(int(dice.integers(0, 3)), 0, shared), Run(1000 + i, 0, prompt - shared)]
+        rows.append(Row(i * 1e-3, prompt, output, runs, samples=int(dice.integers(1, 4))))
+    settings = {"max_rows": 12, "max_step_tokens": 12 + 4 * seed, "max_chunk_tokens": 24, "max_model_len": 160, "depth": 1 + seed % 2}
+    result = replay(traces.build("samples", rows).native(), flat_device(1.0), num_blocks=50, block_size=8, **settings)
+    assert (result["outcome"] == FINISHED).all() and result["preempted"] > 0
+    assert list(result["tokens"]) == [row.samples * row.output for row in rows]
+
+
+def test_other_systems_know_no_samples():
+    trace = traces.build("samples", [Row(0.0, 4, 1, samples=2)]).native()
+    with pytest.raises(ValueError, match="request 0: has several samples"):
+        _simulator.static(trace, flat_device(), _simulator.Options(), capacity_tokens=64, max_model_len=8, max_batch=4)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_blocks", [16, 1000])
 def test_every_token_is_accounted_for(depth, num_blocks):
@@ -196,6 +230,7 @@ def arrays(**changes: Any) -> dict[str, Any]:
         "prompt_tokens": [3, 4],
         "output_tokens": [1, 2],
         "priority": [0, 0],
+        "samples": [1, 1],
         "tenant": [0, 0],
         "run_offsets": [0, 1, 3],
         "run_stream": [1, 1, 2],
@@ -228,6 +263,9 @@ def test_runs_say_which_prompts_begin_alike():
         ({"run_offsets": [0, 3]}, "run_offsets"),
         ({"run_offsets": [0, 4, 3]}, "request"),
         ({"priority": [0]}, "one length"),
+        ({"samples": [1]}, "one length"),
+        ({"samples": [1, 0]}, "request 1: asks for 0 samples"),
+        ({"samples": [1, 2000]}, "request 1: asks for 2000 samples"),
         ({"tenant": [0]}, "one length"),
         ({"tenant": [0, 1]}, "request 1: is of a tenant without a name"),
         ({"run_first": [0]}, "one length"),

@@ -6,7 +6,9 @@
 namespace twinplane::simulator {
 
 ContiguousSystem::ContiguousSystem(const Trace& trace, const ContiguousOptions& options, Recorder& recorder)
-    : trace_(trace), options_(options), recorder_(recorder), arena_(options.capacity_tokens) {}
+    : trace_(trace), options_(options), recorder_(recorder), arena_(options.capacity_tokens) {
+  trace.require_single_samples();
+}
 
 uint32_t ContiguousSystem::reserved_by(size_t i) const {
   const Request& request = trace_[i];

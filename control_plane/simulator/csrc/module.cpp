@@ -156,7 +156,7 @@ nb::dict simulate(const Trace& trace, const Device& device, const Options& optio
 }
 
 Recorder recorder_for(const Trace& trace, const Options& options) {
-  return {trace.size(), options.sample_interval, options.measure_from};
+  return {trace, options.sample_interval, options.measure_from};
 }
 
 nb::dict simulate_twinplane(const Trace& trace, const Device& device, const Options& options,
@@ -202,12 +202,14 @@ nb::dict simulate_prefill_first(const Trace& trace, const Device& device, const 
 }
 
 Trace to_trace(const Input<uint64_t>& arrival_ns, const Input<uint32_t>& prompt_tokens,
-               const Input<uint32_t>& output_tokens, const Input<int32_t>& priority, const Input<uint32_t>& tenant,
-               std::vector<std::string> tenants, const Input<uint64_t>& run_offsets, const Input<uint64_t>& run_stream,
-               const Input<uint64_t>& run_first, const Input<uint32_t>& run_length) {
+               const Input<uint32_t>& output_tokens, const Input<int32_t>& priority, const Input<uint32_t>& samples,
+               const Input<uint32_t>& tenant, std::vector<std::string> tenants, const Input<uint64_t>& run_offsets,
+               const Input<uint64_t>& run_stream, const Input<uint64_t>& run_first, const Input<uint32_t>& run_length) {
   const size_t n = arrival_ns.size();
-  if (prompt_tokens.size() != n || output_tokens.size() != n || priority.size() != n || tenant.size() != n) {
-    throw std::invalid_argument("arrival_ns, prompt_tokens, output_tokens, priority and tenant must be of one length");
+  if (prompt_tokens.size() != n || output_tokens.size() != n || priority.size() != n || samples.size() != n ||
+      tenant.size() != n) {
+    throw std::invalid_argument(
+        "arrival_ns, prompt_tokens, output_tokens, priority, samples and tenant must be of one length");
   }
   if (run_first.size() != run_stream.size() || run_length.size() != run_stream.size()) {
     throw std::invalid_argument("run_stream, run_first and run_length must be of one length");
@@ -218,7 +220,8 @@ Trace to_trace(const Input<uint64_t>& arrival_ns, const Input<uint32_t>& prompt_
                    .prompt_tokens = prompt_tokens.data()[i],
                    .output_tokens = output_tokens.data()[i],
                    .priority = priority.data()[i],
-                   .tenant = tenant.data()[i]};
+                   .tenant = tenant.data()[i],
+                   .samples = samples.data()[i]};
   }
   std::vector<Run> runs(run_stream.size());
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -233,14 +236,14 @@ void bind_inputs(nb::module_& m) {
       .def(
           "__init__",
           [](Trace* self, const Input<uint64_t>& arrival_ns, const Input<uint32_t>& prompt_tokens,
-             const Input<uint32_t>& output_tokens, const Input<int32_t>& priority, const Input<uint32_t>& tenant,
-             std::vector<std::string> tenants, const Input<uint64_t>& run_offsets, const Input<uint64_t>& run_stream,
-             const Input<uint64_t>& run_first, const Input<uint32_t>& run_length) {
-            new (self) Trace(to_trace(arrival_ns, prompt_tokens, output_tokens, priority, tenant, std::move(tenants),
-                                      run_offsets, run_stream, run_first, run_length));
+             const Input<uint32_t>& output_tokens, const Input<int32_t>& priority, const Input<uint32_t>& samples,
+             const Input<uint32_t>& tenant, std::vector<std::string> tenants, const Input<uint64_t>& run_offsets,
+             const Input<uint64_t>& run_stream, const Input<uint64_t>& run_first, const Input<uint32_t>& run_length) {
+            new (self) Trace(to_trace(arrival_ns, prompt_tokens, output_tokens, priority, samples, tenant,
+                                      std::move(tenants), run_offsets, run_stream, run_first, run_length));
           },
-          nb::kw_only(), "arrival_ns"_a, "prompt_tokens"_a, "output_tokens"_a, "priority"_a, "tenant"_a, "tenants"_a,
-          "run_offsets"_a, "run_stream"_a, "run_first"_a, "run_length"_a)
+          nb::kw_only(), "arrival_ns"_a, "prompt_tokens"_a, "output_tokens"_a, "priority"_a, "samples"_a, "tenant"_a,
+          "tenants"_a, "run_offsets"_a, "run_stream"_a, "run_first"_a, "run_length"_a)
       .def("__len__", &Trace::size)
       .def("prompt", [](const Trace& trace, size_t i) {
         if (i >= trace.size()) throw nb::index_error("no such request");

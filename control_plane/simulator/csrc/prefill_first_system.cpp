@@ -14,7 +14,9 @@ PrefillFirstSystem::PrefillFirstSystem(const Trace& trace, const PrefillFirstOpt
       options_(options),
       recorder_(recorder),
       watermark_(options.pool.num_blocks.value / kWatermarkDivisor),
-      free_(options.pool.num_blocks.value) {}
+      free_(options.pool.num_blocks.value) {
+  trace.require_single_samples();
+}
 
 uint32_t PrefillFirstSystem::blocks_of(uint32_t tokens) const {
   return core::blocks_for({tokens}, options_.pool.block_size).value;

@@ -30,9 +30,8 @@ enum class Outcome : uint8_t { kUnfinished = 0, kFinished = 1, kRefused = 2, kGi
 struct RequestRecord {
   Nanos first_scheduled = kNever;
   Nanos first_token = kNever;
-  Nanos last_token = kNever;
   Nanos finish = kNever;
-  uint32_t tokens = 0;  // emitted
+  uint32_t tokens = 0;  // emitted, by all samples
   uint32_t preemptions = 0;
   uint32_t cached_tokens = 0;
   Outcome outcome = Outcome::kUnfinished;
@@ -64,8 +63,12 @@ struct MemorySums {
 class Recorder {
  public:
   // A memory sample is kept at most every `sample_interval`; sums see every step, from `measure_from` on.
-  Recorder(size_t num_requests, Nanos sample_interval, Nanos measure_from)
-      : requests_(num_requests), sample_interval_(sample_interval), measure_from_(measure_from) {}
+  Recorder(const Trace& trace, Nanos sample_interval, Nanos measure_from)
+      : trace_(trace),
+        requests_(trace.size()),
+        last_token_(trace.num_sequences(), kNever),
+        sample_interval_(sample_interval),
+        measure_from_(measure_from) {}
 
   void refuse(size_t i) { close(requests_[i], Outcome::kRefused); }
 
@@ -74,16 +77,14 @@ class Recorder {
     if (requests_[i].first_scheduled == kNever) requests_[i].first_scheduled = now;
   }
 
-  // `count` tokens of a request came out of a step at once.
-  void tokens(size_t i, uint32_t count, Nanos now) {
-    RequestRecord& request = requests_[i];
+  // `count` tokens of a sequence came out of a step at once. Gaps are between two tokens of the same sequence.
+  void tokens(uint64_t sequence, uint32_t count, Nanos now) {
+    RequestRecord& request = requests_[trace_.request_of(sequence)];
+    Nanos& last = last_token_[sequence];
     for (uint32_t k = 0; k < count; ++k) {
-      if (request.tokens++ == 0) {
-        request.first_token = now;
-      } else {
-        gaps_s_.push_back(static_cast<float>(static_cast<double>((now - request.last_token).value) * 1e-9));
-      }
-      request.last_token = now;
+      if (request.tokens++ == 0) request.first_token = now;
+      if (last != kNever) gaps_s_.push_back(static_cast<float>(static_cast<double>((now - last).value) * 1e-9));
+      last = now;
     }
   }
 
@@ -123,7 +124,9 @@ class Recorder {
     ++num_closed_;
   }
 
+  const Trace& trace_;
   std::vector<RequestRecord> requests_;
+  std::vector<Nanos> last_token_;  // by sequence
   std::vector<float> gaps_s_;
   std::vector<MemorySample> samples_;
   MemorySums sums_;

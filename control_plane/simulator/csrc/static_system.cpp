@@ -10,6 +10,7 @@ StaticSystem::StaticSystem(const Trace& trace, const StaticOptions& options, Rec
       options_(options),
       recorder_(recorder),
       batch_size_(std::min(options.max_batch, options.capacity_tokens / std::max(options.max_model_len, 1u))) {
+  trace.require_single_samples();
   if (batch_size_ == 0) throw std::invalid_argument("the KV memory does not hold one sequence of max_model_len");
 }
 

@@ -7,6 +7,8 @@
 namespace twinplane::simulator {
 namespace {
 
+constexpr uint32_t kMaxSamples = 1024;
+
 [[noreturn]] void refuse(size_t i, const std::string& what) {
   throw std::invalid_argument("request " + std::to_string(i) + ": " + what);
 }
@@ -28,6 +30,10 @@ Trace::Trace(std::vector<Request> requests, std::vector<std::string> tenants, st
     if (i != 0 && request.arrival < requests_[i - 1].arrival) refuse(i, "arrives before the one ahead of it");
     if (request.prompt_tokens == 0) refuse(i, "has an empty prompt");
     if (request.tenant >= tenants_.size()) refuse(i, "is of a tenant without a name");
+    if (request.samples == 0 || request.samples > kMaxSamples) {
+      refuse(i, "asks for " + std::to_string(request.samples) + " samples, it can have 1 to " +
+                    std::to_string(kMaxSamples));
+    }
     if (request.output_tokens == 0) refuse(i, "asks for no output");
     if (uint64_t{request.prompt_tokens} + request.output_tokens > INT32_MAX) refuse(i, "is longer than 2^31 tokens");
     if (run_offsets_[i + 1] < run_offsets_[i]) refuse(i, "has a negative number of runs");
@@ -37,6 +43,14 @@ Trace::Trace(std::vector<Request> requests, std::vector<std::string> tenants, st
       refuse(i, "has a prompt of " + std::to_string(request.prompt_tokens) + " tokens, but runs of " +
                     std::to_string(tokens));
     }
+    first_sequence_.push_back(request_of_.size());
+    request_of_.insert(request_of_.end(), request.samples, static_cast<uint32_t>(i));
+  }
+}
+
+void Trace::require_single_samples() const {
+  for (size_t i = 0; i < size(); ++i) {
+    if (requests_[i].samples != 1) refuse(i, "has several samples, which this system does not know");
   }
 }
 

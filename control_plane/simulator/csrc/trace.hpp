@@ -26,7 +26,8 @@ struct Request {
   uint32_t prompt_tokens;  // >= 1, the sum of its runs
   uint32_t output_tokens;  // >= 1
   int32_t priority;
-  uint32_t tenant;  // index of its name
+  uint32_t tenant;   // index of its name
+  uint32_t samples;  // >= 1 answers to the same prompt, each a sequence
 };
 
 // The token at `position` of a stream: as good as random, so that different streams share no block.
@@ -47,6 +48,14 @@ class Trace {
 
   size_t size() const { return requests_.size(); }
   const Request& operator[](size_t i) const { return requests_[i]; }
+  // Sequences are numbered through: those of request i are first_sequence(i) and the samples - 1 behind it.
+  uint64_t first_sequence(size_t i) const { return first_sequence_[i]; }
+  size_t num_sequences() const { return request_of_.size(); }
+  size_t request_of(uint64_t sequence) const { return request_of_[sequence]; }
+
+  // For systems that know no samples. Throws std::invalid_argument if a request has several.
+  void require_single_samples() const;
+
   const std::string& tenant_of(size_t i) const { return tenants_[requests_[i].tenant]; }
   std::span<const Run> runs_of(size_t i) const {
     return std::span(runs_).subspan(run_offsets_[i], run_offsets_[i + 1] - run_offsets_[i]);
@@ -60,6 +69,8 @@ class Trace {
   std::vector<std::string> tenants_;
   std::vector<uint64_t> run_offsets_;
   std::vector<Run> runs_;
+  std::vector<uint64_t> first_sequence_;
+  std::vector<uint32_t> request_of_;  // by sequence
 };
 
 }  // namespace twinplane::simulator

@@ -17,8 +17,8 @@ const T* region(const std::vector<std::byte>& slot, uint64_t offset) {
   return reinterpret_cast<const T*>(slot.data() + offset);
 }
 
-// Outputs have streams of their own, which no prompt names: those of a trace count from 0.
-uint64_t output_stream(uint64_t request) { return ~request; }
+// Outputs have streams of their own, those of first samples by the number that a trace may name.
+uint64_t output_stream(uint64_t request, uint64_t sample) { return ~request ^ (sample << 40); }
 
 }  // namespace
 
@@ -36,7 +36,9 @@ TwinplaneSystem::TwinplaneSystem(const Trace& trace, const core::Config& config,
       scheduler_(config, gate_, events_),
       step_(step_layout_.bytes),
       result_(result_layout_.bytes),
-      requests_(config.max_rows) {
+      sequences_(config.max_rows),
+      unfinished_(trace.size()) {
+  for (size_t i = 0; i < trace.size(); ++i) unfinished_[i] = trace[i].samples;
   scheduler_.attach(pool, capacities_);
 }
 
@@ -46,13 +48,14 @@ void TwinplaneSystem::submit(size_t i, Nanos now) {
   const Request& request = trace_[i];
   trace_.write_prompt(i, prompt_);
   core::RequestParams params;
+  params.n = request.samples;
   params.max_tokens = {request.output_tokens};
   if (uint64_t{request.prompt_tokens} + request.output_tokens < config_.max_model_len.value) ++params.max_tokens;
   params.eos_token_ids = {kEos};
   params.priority = request.priority;
   params.tenant = trace_.tenant_of(i);
-  params.sampling.seed = i;  // comes back in RowOpen, and says whose row it is
-  const auto refusal = gate_.enter({i}, prompt_, std::move(params), now,
+  params.sampling.seed = trace_.first_sequence(i);  // comes back in RowOpen with the sample, and says whose row it is
+  const auto refusal = gate_.enter({trace_.first_sequence(i)}, prompt_, std::move(params), now,
                                    [this](std::unique_ptr<core::Sequence> s) { scheduler_.accept(std::move(s)); });
   if (refusal) recorder_.refuse(i);
 }
@@ -61,7 +64,7 @@ std::optional<Work> TwinplaneSystem::next_step(Nanos now) {
   if (!scheduler_.tick(step_.data(), now)) return std::nullopt;
   const auto& header = *region<wire::StepHeader>(step_, step_layout_.header);
   const auto* const opens = region<wire::RowOpen>(step_, step_layout_.opens);
-  for (uint32_t k = 0; k < header.num_opens; ++k) requests_[opens[k].row] = opens[k].seed;
+  for (uint32_t k = 0; k < header.num_opens; ++k) sequences_[opens[k].row] = opens[k].seed + opens[k].stream;
 
   std::vector<Sample> samples;
   if (!spare_.empty()) {
@@ -83,9 +86,11 @@ std::optional<Work> TwinplaneSystem::next_step(Nanos now) {
 
 // What the model says after `context` tokens in this row.
 int32_t TwinplaneSystem::sampled(uint32_t row, uint32_t context) const {
-  const uint64_t i = requests_[row];
+  const uint64_t sequence = sequences_[row];
+  const size_t i = trace_.request_of(sequence);
   const uint32_t nth = context - trace_[i].prompt_tokens;  // output token, from 0
-  return nth + 1 >= trace_[i].output_tokens ? kEos : token_at(output_stream(i), nth);
+  return nth + 1 >= trace_[i].output_tokens ? kEos
+                                            : token_at(output_stream(i, sequence - trace_.first_sequence(i)), nth);
 }
 
 void TwinplaneSystem::complete(const Ran& step, Nanos now) {
@@ -116,18 +121,23 @@ void TwinplaneSystem::write_result(const std::vector<Sample>& samples, const Ran
 void TwinplaneSystem::take_events(Nanos now) {
   events_.flush();
   events_.poll([&](const core::Sequence& sequence, uint32_t from, uint32_t to, bool is_last) {
-    const size_t i = sequence.id.value;
+    const size_t i = trace_.request_of(sequence.id.value);
+    RequestRecord& request = recorder_.request(i);
     recorder_.scheduled(i, sequence.first_scheduled);
-    recorder_.tokens(i, to - from, now);
+    recorder_.tokens(sequence.id.value, to - from, now);
     if (!is_last) return;
-    recorder_.request(i).preemptions = sequence.preemptions;
-    recorder_.request(i).cached_tokens = sequence.cached_tokens.value;
-    if (sequence.finish == core::FinishReason::kEos || sequence.finish == core::FinishReason::kLength) {
-      recorder_.finish(i, now);
-    } else {
-      recorder_.give_up(i);
-    }
     gate_.forget(sequence.id);
+    request.preemptions += sequence.preemptions;
+    request.cached_tokens = std::max(request.cached_tokens, sequence.cached_tokens.value);
+    const bool is_complete =
+        sequence.finish == core::FinishReason::kEos || sequence.finish == core::FinishReason::kLength;
+    if (!is_complete) request.outcome = Outcome::kGivenUp;
+    if (--unfinished_[i] != 0) return;
+    if (request.outcome == Outcome::kGivenUp) {
+      recorder_.give_up(i);
+    } else {
+      recorder_.finish(i, now);
+    }
   });
 }
 
@@ -143,12 +153,15 @@ Memory TwinplaneSystem::memory() const {
   for (size_t k = 0; k < population.running.size(); ++k) {
     const core::Sequence& sequence = population.running[k];
     const uint64_t mapped = uint64_t{sequence.num_blocks.value} * pool_.block_size.value;
+    // While the first of a group computes the prompt, the others wait for its blocks.
+    const uint64_t missing = uint64_t{sequence.missing_blocks.value} * pool_.block_size.value;
+    const uint64_t begin = std::max<uint64_t>(sequence.num_computed.value, missing);
     // A token whose block is yet to be taken is not reserved, nor is the last one, which is never stored.
     const uint64_t end = std::min<uint64_t>({sequence.known().value, sequence.kv_limit().value, mapped});
-    const uint64_t reserved = end - std::min<uint64_t>(end, sequence.num_computed.value);
+    const uint64_t reserved = end - std::min(end, begin);
     memory.reserved += reserved;
     memory.mapped += mapped;
-    unused += mapped - sequence.num_computed.value - reserved;
+    unused += mapped - std::max(begin, end);
   }
   memory.held = memory.allocated - memory.reserved - unused;
   return memory;

@@ -51,7 +51,8 @@ class TwinplaneSystem final : public System {
   std::vector<std::byte> step_;
   std::vector<std::byte> result_;
   std::vector<int32_t> prompt_;              // scratch
-  std::vector<uint64_t> requests_;           // by row, as the data plane knows it: whose tokens it samples
+  std::vector<uint64_t> sequences_;          // by row, as the data plane knows it: whose tokens it samples
+  std::vector<uint32_t> unfinished_;         // by request: samples that go on
   std::deque<std::vector<Sample>> samples_;  // of the steps in flight
   std::vector<std::vector<Sample>> spare_;
   uint64_t retired_ = 0;
