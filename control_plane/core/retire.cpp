@@ -128,6 +128,7 @@ void Scheduler::take_candidates(Sequence& sequence, std::span<const wire::Candid
     if (candidate.token < 0)
       fault("candidate " + std::to_string(candidate.token) + " for row " + text(sequence.row.value));
   }
+  if (shares_) shares_->charge_output(sequence.tenant);  // computed like any token, whether or not it is in a result
   beams.give(sequence.index, candidates);
   if (!beams.is_complete()) return;
   group.for_each([now](Sequence& member) {

@@ -101,6 +101,17 @@ def test_what_the_prefix_cache_held_costs_nothing() -> None:
     assert services["b"] < services["a"] + 10, "lifted to the last one's service, then charged what was computed"
 
 
+# The first step of a beam search samples in one row for all of them.
+@pytest.mark.parametrize(("group", "tokens"), [({"n": 3}, 3 * 6), ({"beam_width": 3}, 1 + 3 * 5)])
+def test_every_sequence_of_a_group_is_paid_for_and_their_prompt_once(group: dict[str, int], tokens: int) -> None:
+    rig = Rig(policy="fair", block_size=4)
+    rig.submit(0, Request(prompt(16), max_tokens=6, seed=1 if "n" in group else 0, tenant="a", **group))  # type: ignore[arg-type]
+    rig.run()
+    (served,) = rig.snapshot()["tenants"]
+    assert served["service"] == 16 + OUTPUT_WEIGHT * tokens
+    assert served["live"] == served["waiting"] == 0
+
+
 def test_a_tenant_that_floods_the_queue_does_not_hold_up_another() -> None:
     rig = TimedRig(DEVICE, policy="fair", max_rows=4)
     for _ in range(100):
