@@ -14,6 +14,7 @@
 #include "kernels/cpu/kernels.hpp"
 #include "kernels/cpu/linear.hpp"
 #include "kernels/cpu/pool.hpp"
+#include "kernels/cpu/sampling.hpp"
 
 namespace kernels = twinplane::kernels;
 using kernels::WeightKind;
@@ -170,6 +171,26 @@ void elementwise(int64_t dim) {
   k.rotary({out.data(), 1, dim, nullptr, 0, x.data(), weight.data(), half});
 }
 
+void draws_agree(int64_t vocab) {
+  const Floats logits = random_floats(vocab, 12);
+  Floats masked(static_cast<size_t>(vocab), -HUGE_VALF);
+  masked.back() = 1;
+  for (const kernels::Draw& cut :
+       {kernels::Draw{.temperature = 1, .top_k = 0, .top_p = 1, .min_p = 0, .uniform = 0},
+        kernels::Draw{.temperature = 0.5f, .top_k = 3, .top_p = 1, .min_p = 0, .uniform = 0},
+        kernels::Draw{.temperature = 9, .top_k = 0, .top_p = 0.8f, .min_p = 0, .uniform = 0},
+        kernels::Draw{.temperature = 1, .top_k = 0, .top_p = 1, .min_p = 0.1f, .uniform = 0}}) {
+    for (const float uniform : {0.0f, 0.3f, 0.9f, 1 - 0x1p-24f}) {
+      kernels::Draw draw = cut;
+      draw.uniform = uniform;
+      const int32_t token = kernels::draw_token(logits.data(), vocab, draw);
+      check(token >= 0 && token < vocab, "a token of the vocabulary is drawn");
+      check(kernels::draw_token(masked.data(), vocab, draw) == vocab - 1, "a masked token is drawn");
+      check(kernels::draw_token(logits.data(), vocab, draw) == token, "a draw depends on the one before");
+    }
+  }
+}
+
 void pool_from_several_threads() {
   const kernels::PackedLinear linear =
       pack(WeightKind::kFloat32, 70, 64, random_floats(70, 9), kernels::Activations::kFloat);
@@ -217,6 +238,7 @@ int main() {
       attention_rows_agree(33, 33, 530, 100, type);
     }
     for (int64_t dim : {1, 2, 15, 16, 17, 100}) elementwise(dim);
+    for (int64_t vocab : {1, 15, 64, 65, 1000}) draws_agree(vocab);
     pool_from_several_threads();
     std::printf("%s: clean\n", name);
   }
