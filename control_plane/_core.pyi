@@ -98,7 +98,7 @@ class CoreConfig:
 class Pool:
     """What a session's data plane offers."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None: ...
+    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0, swap_block_ns: int = 0) -> None: ...
 
 def capacities_for(config: CoreConfig, pool: Pool) -> tuple[int, ...]:
     """Capacities (in schema order) with which a session's segment suits this config and pool; attach() refuses smaller ones.
@@ -121,6 +121,8 @@ class Stats(NamedTuple):
     prompt_tokens_computed: int
     cached_tokens: int  # found in the prefix cache instead
     preemptions: int
+    blocks_swapped_out: int  # to the host, by preemption, and back
+    blocks_swapped_in: int
     finished: list[int]  # by FINISH_* reason
     refused: int
     ticks: int

@@ -64,6 +64,12 @@ void check_blocks(Checker& check, const Session& session, const SequenceTable& s
   }
 }
 
+void check_host(Checker& check, const HostPool& host, const SequenceTable& sequences) {
+  BlockCount held;
+  sequences.for_each([&](const Sequence& s) { held += s.num_saved; });
+  check.equal((host.free() + host.fenced() + held).value, host.total().value, "free + fenced + held host blocks");
+}
+
 void check_rows(Checker& check, const Session& session, const Line& running) {
   const Rows& rows = session.rows;
   uint32_t free = 0;
@@ -113,6 +119,7 @@ void check_sequence(Checker& check, const Sequence& s, const std::optional<Sessi
   check.expect(s.known() <= s.limit, "request ", id, " goes past its limit");
   const bool is_beam = s.has_group && s.group->beams != nullptr;
   check.expect(is_beam || s.emitted().value == s.published.load(), "request ", id, " has unpublished tokens");
+  check.expect(s.is_swapped() || s.num_saved == BlockCount{0}, "request ", id, " saved blocks of no tokens");
   if (s.state == SequenceState::kWaiting) {
     check.expect(s.num_blocks == BlockCount{0} && s.node == kRootNode, "request ", id, " waits and holds blocks");
     check.expect(s.num_computed == TokenCount{0}, "request ", id, " waits and has computed tokens");
@@ -152,6 +159,7 @@ std::string Scheduler::check() const {
   if (session_) {
     check_blocks(check, *session_, sequences);
     check_rows(check, *session_, running);
+    check_host(check, session_->host, sequences);
     check.expect(session_->in_flight() <= StepSeq{config_.depth}, session_->in_flight().value, " steps in flight");
   }
   return check.result();

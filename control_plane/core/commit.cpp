@@ -64,16 +64,81 @@ void write_extras(StepWriter& step, const Sequence& sequence) {
 
 }  // namespace
 
-void Scheduler::preempt(Sequence& victim) {
-  population_.running.erase(victim);
-  leave_device(victim, true);
-  put_back(victim);
-  ++victim.preemptions;
-  ++counters_.preemptions;
+// A sequence, or a group as a whole, leaves: what it has computed is saved in the host's pool, or will be computed
+// again.
+void Scheduler::preempt(std::span<Sequence* const> victims, StepWriter& step) {
+  const bool swaps = is_worth_swapping(victims, step);
+  for (Sequence* const victim : victims) {
+    if (swaps) swap_out(*victim, step);
+    population_.running.erase(*victim);
+    leave_device(*victim, true);
+    put_back(*victim);
+    ++victim->preemptions;
+    ++counters_.preemptions;
+  }
+}
+
+// The first of a group saves the shared blocks, the others what they have behind them.
+BlockCount Scheduler::first_to_save(const Sequence& sequence) const {
+  if (!sequence.has_group || sequence.group->first() == &sequence) return {0};
+  return shared_blocks(sequence.prompt_tokens, session_->pool.block_size);
+}
+
+// Swapping costs the way there and back of every block; recomputing costs the prefill of every token, except those
+// whose blocks others hold on to. Beams are always computed again: who becomes whose child is decided by fresh
+// candidates.
+bool Scheduler::is_worth_swapping(std::span<Sequence* const> victims, const StepWriter& step) const {
+  const TokenCount block_size = session_->pool.block_size;
+  BlockCount blocks;
+  double recompute_us = 0;
+  for (const Sequence* const victim : victims) {
+    if (is_beam(*victim) || victim->is_following || victim->has_copy_source) return false;
+    if (victim->num_computed == TokenCount{0}) return false;
+    const BlockCount first = first_to_save(*victim);
+    blocks += blocks_for(victim->num_computed, block_size) - first;
+    const uint32_t known = first.value * block_size.value;
+    recompute_us +=
+        session_->costs.prefill_us(victim->num_computed.value - known, known, config_.max_chunk_tokens.value);
+  }
+  if (blocks > session_->host.free() || blocks.value > step.room_for_swap_outs()) return false;
+  return blocks.value * 1e-3 * session_->pool.swap_block_ns < recompute_us;
+}
+
+void Scheduler::swap_out(Sequence& sequence, StepWriter& step) {
+  sequence.saved_from = first_to_save(sequence);
+  sequence.saved_tokens = sequence.num_computed;
+  const BlockCount blocks = blocks_for(sequence.num_computed, session_->pool.block_size);
+  for (BlockCount i = sequence.saved_from; i < blocks; ++i) {
+    const HostBlockId host = session_->host.acquire();
+    sequence.saved[(i - sequence.saved_from).value] = host;
+    step.swap_out(sequence.blocks[i.value], host);
+  }
+  sequence.num_saved = blocks - sequence.saved_from;
+  counters_.blocks_swapped_out += sequence.num_saved.value;
+}
+
+// Its blocks are there: those from `from` on get their content back, and all of it counts as computed.
+void Scheduler::swap_in(Sequence& sequence, BlockCount from, StepWriter& step) {
+  const StepSeq fence = session_->sent + StepSeq{1};
+  for (uint32_t i = 0; i < sequence.num_saved.value; ++i) {
+    const BlockCount index = sequence.saved_from + BlockCount{i};
+    if (index >= from) step.swap_in(sequence.saved[i], sequence.blocks[index.value]);
+    session_->host.release(sequence.saved[i], fence);
+  }
+  counters_.blocks_swapped_in += sequence.num_saved.value;
+  sequence.num_computed = sequence.saved_tokens;
+  sequence.num_saved = {0};
+  sequence.saved_tokens = {0};
 }
 
 void Scheduler::carry_out(const StepPlan& plan, StepRecord& record, StepWriter& step) {
-  for (Sequence* const victim : plan.yielding) preempt(*victim);
+  for (size_t i = 0; i < plan.yielding.size();) {
+    size_t end = i + 1;
+    const Sequence& first = *plan.yielding[i];
+    while (end < plan.yielding.size() && first.has_group && plan.yielding[end]->group == first.group) ++end;
+    preempt({plan.yielding.data() + i, end - i}, step);
+    i = end;
+  }
   for (const Scheduled& decode : plan.decodes) {
     if (is_beam(*decode.sequence)) move_beams(*decode.sequence->group, step);
   }
@@ -104,6 +169,7 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
   const bool is_new = !sequence.was_resident;
   open_row(sequence, step, now);
   BlockManager& blocks = session_->blocks;
+  const bool is_swapped = sequence.is_swapped();
   blocks.attach(sequence, admission.match);
   for (BlockCount i; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
   const bool copies = admission.match.partial != TokenCount{0} && sequence.num_blocks == admission.match.blocks;
@@ -113,13 +179,16 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
   if (copies) step.copy(admission.match.partial_block, sequence.blocks[admission.match.blocks.value]);
 
   counters_.cached_tokens += sequence.num_computed.value;
+  if (is_swapped) swap_in(sequence, admission.match.blocks, step);
   if (is_new) {
     sequence.cached_tokens = sequence.num_computed;
     if (shares_) shares_->charge_prompt(sequence.tenant, sequence.distance());
   }
   if (sequence.has_group) {
     sequence.group->for_each([&](Sequence& member) {
-      if (&member != &sequence) admit_follower(member, step, now);
+      if (&member == &sequence) return;
+      admit_follower(member, step, now);
+      if (is_swapped) come_back(sequence, member, step);
     });
   }
   schedule({&sequence, admission.tokens}, wire::kSeqFlagChunk, record, step);
@@ -135,6 +204,15 @@ void Scheduler::admit_follower(Sequence& sequence, StepWriter& step, Nanos now) 
   for (BlockCount i = shared; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
   sequence.is_following = true;
   ++sequence.group->num_following;
+}
+
+// Swapped out with the first of its group, which has its blocks again.
+void Scheduler::come_back(const Sequence& first, Sequence& member, StepWriter& step) {
+  const BlockCount shared = shared_blocks(member.prompt_tokens, session_->pool.block_size);
+  session_->blocks.fork(first, member, shared);
+  step.fork(member.row, first.row, shared);
+  swap_in(member, shared, step);
+  stop_following(member);
 }
 
 void Scheduler::open_row(Sequence& sequence, StepWriter& step, Nanos now) {

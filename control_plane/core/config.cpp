@@ -23,6 +23,12 @@ BlockCount longest_request(const Config& config, const Pool& pool) {
   return std::min(blocks_for(config.max_model_len, pool.block_size), pool.num_blocks);
 }
 
+// Blocks of a group of such requests: all rows of it, or all of the pool.
+BlockCount longest_group(const Config& config, const Pool& pool) {
+  const uint64_t blocks = uint64_t{longest_request(config, pool).value} * config.max_rows;
+  return {static_cast<uint32_t>(std::min<uint64_t>(blocks, pool.num_blocks.value))};
+}
+
 }  // namespace
 
 void Config::validate() const {
@@ -46,14 +52,15 @@ wire::Capacities capacities_for(const Config& config, const Pool& pool) {
   const uint32_t ring_depth = config.depth + 2;
   // Room for a growth of every row, and for admissions worth a whole step: each begins a block.
   const uint32_t admissions = blocks_for(config.max_step_tokens, pool.block_size).value + config.max_rows;
+  const uint32_t longest = longest_group(config, pool).value;
   return {.ring_depth = ring_depth,
           .max_rows = config.max_rows,
           .max_step_tokens = config.max_step_tokens.value,
-          .max_table_writes = config.max_rows + longest_request(config, pool).value + admissions,
+          .max_table_writes = config.max_rows + longest + admissions,
           .max_copies = config.max_rows,
           .max_extra_words = config.max_model_len.value + kExtraHeaderWords + kLogitEditWords,
           .max_results = config.max_rows,
-          .max_swaps = 0,
+          .max_swaps = std::min(longest, pool.num_host_blocks.value),
           .max_candidates = config.max_rows * kMaxCandidates};
 }
 
@@ -65,8 +72,10 @@ void check_capacities(const Config& config, const Pool& pool, const wire::Capaci
   require("capacity max_step_tokens", capacities.max_step_tokens, config.max_step_tokens.value,
           "max_step_tokens of the scheduler");
   require("capacity max_table_writes", capacities.max_table_writes,
-          uint64_t{config.max_rows} + longest_request(config, pool).value,
-          "every row may enter a block in the step that admits a request of max_model_len");
+          uint64_t{config.max_rows} + longest_group(config, pool).value,
+          "every row may enter a block in the step that admits a group of requests of max_model_len");
+  require("capacity max_swaps", capacities.max_swaps, std::min(longest_group(config, pool), pool.num_host_blocks).value,
+          "a group that was swapped out comes back in one step");
   require("capacity max_extra_words", capacities.max_extra_words,
           uint64_t{config.max_model_len.value} + kExtraHeaderWords,
           "penalties need the history of a request of max_model_len");

@@ -227,12 +227,12 @@ void bind_config(nb::module_& m) {
           "tenant_weights"_a = std::vector<std::pair<std::string, uint32_t>>{});
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
-      [](Pool* self, uint32_t num_blocks, uint32_t block_size, uint32_t num_host_blocks) {
+      [](Pool* self, uint32_t num_blocks, uint32_t block_size, uint32_t num_host_blocks, uint32_t swap_block_ns) {
         if (num_blocks == 0 || block_size == 0)
           throw std::invalid_argument("a pool has at least one block of one token");
-        new (self) Pool{{num_blocks}, {block_size}, {num_host_blocks}};
+        new (self) Pool{{num_blocks}, {block_size}, {num_host_blocks}, swap_block_ns};
       },
-      nb::kw_only(), "num_blocks"_a, "block_size"_a, "num_host_blocks"_a = 0);
+      nb::kw_only(), "num_blocks"_a, "block_size"_a, "num_host_blocks"_a = 0, "swap_block_ns"_a = 0);
   m.def(
       "capacities_for",
       [](const Config& config, const Pool& pool) { return from_capacities(capacities_for(config, pool)); }, "config"_a,

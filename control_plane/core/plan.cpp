@@ -23,12 +23,14 @@ size_t end_of_group(const Line& line, size_t begin) {
 Need need_of(const State& state, const Sequence& first) {
   const TokenCount block_size = state.session.pool.block_size;
   Need need{.blocks = blocks_for(first.admission_tokens(), block_size),
-            .words = extra_words(first.params, first.prompt_tokens, first.emitted())};
+            .words = extra_words(first.params, first.prompt_tokens, first.emitted()),
+            .swaps = first.num_saved.value};
   if (!first.has_group) return need;
   const BlockCount shared = shared_blocks(first.prompt_tokens, block_size);
   first.group->for_each([&](const Sequence& member) {
     if (&member == &first) return;
     ++need.rows;
+    need.swaps += member.num_saved.value;
     need.blocks += blocks_for(member.admission_tokens(), block_size) - shared;
     need.words += extra_words(member.params, member.prompt_tokens, member.emitted());
     need.is_ready = need.is_ready && member.row == kNoRow;
@@ -45,6 +47,7 @@ const StepPlan& Planner::plan(const State& state) {
   turns_.begin(state);
   has_offered_ = false;
   passed_over_ = 0;
+  swapped_in_ = 0;
   Residency residency(state, plan_);
   deal_to_decodes(state, residency);
   chunk_allowance_ = budget_->allowance();
@@ -142,7 +145,9 @@ std::optional<Admission> Planner::next_admission(const State& state) {
     if (sequence.row != kNoRow) break;
     const BlockManager& manager = state.session.blocks;
     Match match = manager.find(sequence, state.session.sent);
+    if (sequence.is_swapped()) match.partial = {0};  // what follows comes from the host
     const auto hit = [&] {
+      if (sequence.is_swapped()) return sequence.saved_tokens;
       return TokenCount{match.blocks.value * state.session.pool.block_size.value} + match.partial;
     };
     if (is_hopeless(state, sequence, hit()) || manager.is_being_computed(sequence, match)) {
@@ -150,10 +155,12 @@ std::optional<Admission> Planner::next_admission(const State& state) {
       continue;
     }
     const Need need = need_of(state, sequence);
-    if (!need.is_ready || !has_room(state, need, match)) break;
+    if (!need.is_ready || need.swaps > state.session.capacities.max_swaps - swapped_in_) break;
+    if (!has_room(state, need, match)) break;
     const TokenCount rest = sequence.known() - hit();
     if (budget_->chunk_for(rest, hit()) == TokenCount{0} || !budget_->take_opening(need.blocks, need.words)) break;
     has_offered_ = true;
+    swapped_in_ += need.swaps;
     return Admission{&sequence, match, budget_->take_chunk(rest, hit())};
   }
   return std::nullopt;

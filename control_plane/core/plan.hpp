@@ -88,6 +88,7 @@ class Planner {
   bool is_short_ = false;  // somebody resident is short of memory: nobody else comes in
   Turns turns_;
   bool has_offered_ = false;  // the last candidate was offered, and has come in since
+  uint32_t swapped_in_ = 0;   // blocks, by this step
   size_t passed_over_ = 0;    // candidates that could not come in, and held up nobody
   // Scratch: the running sequences with more than one token to go, found while dealing to the decodes.
   std::vector<size_t> behind_;

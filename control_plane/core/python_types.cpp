@@ -83,13 +83,13 @@ void add_named_tuples(nb::module_& module) {
                            "request_id tokens logprobs ranks finish match cached_tokens preemptions queued_ns "
                            "prefill_ns decode_ns estimate_ns score");
   refusal_type = named_tuple(module, "Refusal", "reason limit asked message unit");
-  stats_type = named_tuple(
-      module, "Stats",
-      "running waiting waiting_tokens blocks_total blocks_free blocks_cached blocks_referenced "
-      "blocks_fenced steps_sent steps_retired tokens_emitted prompt_tokens_computed cached_tokens preemptions "
-      "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
-      "last_step_ns step_us predicted_us step_margin chunk_allowance steps_with_decodes "
-      "steps_over_target dequeued dequeued_tokens");
+  stats_type = named_tuple(module, "Stats",
+                           "running waiting waiting_tokens blocks_total blocks_free blocks_cached blocks_referenced "
+                           "blocks_fenced steps_sent steps_retired tokens_emitted prompt_tokens_computed cached_tokens "
+                           "preemptions blocks_swapped_out blocks_swapped_in "
+                           "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
+                           "last_step_ns step_us predicted_us step_margin chunk_allowance steps_with_decodes "
+                           "steps_over_target dequeued dequeued_tokens");
 }
 
 nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
@@ -120,9 +120,9 @@ nb::object to_stats(const Stats& s, uint64_t refused) {
   return nb::handle(stats_type)(
       s.running, s.waiting, s.waiting_tokens, s.blocks_total, s.blocks_free, s.blocks_cached, s.blocks_referenced,
       s.blocks_fenced, c.steps_sent, c.steps_retired, c.tokens_emitted, c.prompt_tokens_computed, c.cached_tokens,
-      c.preemptions, to_list(std::span<const uint64_t>(c.finished)), refused, c.ticks, s.tick_ns_total, s.tick_ns_max,
-      c.host_gap_ns, s.missed_wakes, c.last_step_ns, c.step_us, c.predicted_us, c.step_margin, c.chunk_allowance,
-      c.steps_with_decodes, c.steps_over_target, s.dequeued, s.dequeued_tokens);
+      c.preemptions, c.blocks_swapped_out, c.blocks_swapped_in, to_list(std::span<const uint64_t>(c.finished)), refused,
+      c.ticks, s.tick_ns_total, s.tick_ns_max, c.host_gap_ns, s.missed_wakes, c.last_step_ns, c.step_us, c.predicted_us,
+      c.step_margin, c.chunk_allowance, c.steps_with_decodes, c.steps_over_target, s.dequeued, s.dequeued_tokens);
 }
 
 nb::dict to_dict(const std::optional<PeerView>& peer) {

@@ -57,6 +57,7 @@ void Sequence::fit_blocks(TokenCount block_size) {
   const BlockCount needed = blocks_for(kv_limit(), block_size);
   if (needed <= block_capacity) return;
   blocks = std::make_unique_for_overwrite<BlockId[]>(needed.value);
+  saved = std::make_unique_for_overwrite<HostBlockId[]>(needed.value);
   block_capacity = needed;
 }
 

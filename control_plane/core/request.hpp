@@ -134,6 +134,7 @@ struct alignas(64) Sequence {
     tokens[num_tokens.value] = token;
     ++num_tokens;
   }
+  bool is_swapped() const { return saved_tokens != TokenCount{0}; }
   // Its first block that is its own; those before are the tree's, or not there yet.
   BlockCount first_own_block() const { return std::max(tree_blocks, missing_blocks); }
 
@@ -201,8 +202,14 @@ struct alignas(64) Sequence {
   BlockCount tree_blocks;      // the first so many of its blocks are that path
   BlockCount missing_blocks;   // while it follows: the first so many of its blocks will be shared
   std::shared_ptr<Group> group;
-  uint32_t index = 0;            // in its group
-  uint32_t num_candidates = 0;   // the row returns with each token
+  uint32_t index = 0;           // in its group
+  uint32_t num_candidates = 0;  // the row returns with each token
+  // While it waits, swapped out: its blocks from number `saved_from` on lie in the host's pool, with the KV of its
+  // first `saved_tokens` tokens.
+  std::unique_ptr<HostBlockId[]> saved;  // [block_capacity]
+  BlockCount saved_from;
+  BlockCount num_saved;
+  TokenCount saved_tokens;
   BlockId copy_source{0};        // of the block in which the prompt ends, until the copy is sent ...
   NodeId copy_node = kRootNode;  // ... kept by this pin, if it is the tree's,
   bool has_copy_source = false;  // ... or else by a reference

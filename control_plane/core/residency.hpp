@@ -42,6 +42,7 @@ struct Need {
   BlockCount blocks;
   WordCount words;
   uint32_t rows = 1;
+  uint32_t swaps = 0;    // blocks to come back from the host
   bool is_ready = true;  // no step in flight names one of them
 };
 

@@ -165,6 +165,7 @@ void Scheduler::complete_step(StepRecord& record, const wire::ResultHeader& head
   ++counters_.steps_retired;
   counters_.last_step_ns = now.value;
   session_->blocks.retire(session_->retired);
+  session_->host.retire(session_->retired);
   session_->rows.retire(session_->retired);
   // The two planes share CLOCK_MONOTONIC. A clock that says otherwise only spoils a statistic, so the later one counts.
   if (session_->in_flight() == StepSeq{0} && has_work()) {

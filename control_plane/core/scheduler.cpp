@@ -59,6 +59,8 @@ void Scheduler::detach(SessionEnd how) {
     Sequence& sequence = population_.waiting[i];
     sequence.num_pending = {0};
     sequence.row = kNoRow;
+    sequence.num_saved = {0};
+    sequence.saved_tokens = {0};
   }
   session_.reset();
 }
@@ -160,6 +162,7 @@ void Scheduler::end_one(Sequence& sequence, FinishReason reason) {
   } else {
     population_.waiting.erase(sequence);
     gate_.leave_queue(sequence);
+    if (sequence.is_swapped()) forget_saved(sequence);
     if (!sequence.was_resident) settle(sequence);
   }
   if (shares_) shares_->leave(sequence.tenant);
@@ -174,6 +177,9 @@ void Scheduler::end_one(Sequence& sequence, FinishReason reason) {
 // If others follow it, whose prompt it computes, they begin again; what it has computed they find in the prefix tree.
 void Scheduler::leave_group(Sequence& sequence) {
   Group& group = *sequence.group;
+  if (group.first() == &sequence && sequence.is_swapped()) {
+    group.for_each([this](Sequence& member) { forget_saved(member); });  // the shared blocks go with it
+  }
   group.members[sequence.index] = nullptr;
   if (sequence.is_following || group.num_following == 0 || sequence.state != SequenceState::kRunning) return;
   group.for_each([this](Sequence& member) {
@@ -191,6 +197,13 @@ void Scheduler::leave_device(Sequence& sequence, bool keep_blocks) {
   session_->blocks.release(sequence, fence, keep_blocks);
   session_->rows.vacate(sequence, fence);
   session_->rows.retire(session_->retired);  // with nothing in flight the row is free at once, as the blocks are
+}
+
+// What it saved is not needed any more.
+void Scheduler::forget_saved(Sequence& sequence) {
+  for (uint32_t i = 0; i < sequence.num_saved.value; ++i) session_->host.release(sequence.saved[i], session_->sent);
+  sequence.num_saved = {0};
+  sequence.saved_tokens = {0};
 }
 
 void Scheduler::stop_following(Sequence& sequence) {

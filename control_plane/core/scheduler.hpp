@@ -37,6 +37,8 @@ struct Counters {
   uint64_t prompt_tokens_computed = 0;  // of chunks: prefill and recomputation
   uint64_t cached_tokens = 0;           // found in the prefix cache instead
   uint64_t preemptions = 0;
+  uint64_t blocks_swapped_out = 0;
+  uint64_t blocks_swapped_in = 0;
   std::array<uint64_t, kNumFinishReasons> finished{};
   uint64_t ticks = 0;
   uint64_t host_gap_ns = 0;   // the data plane had nothing to do although work was runnable
@@ -111,7 +113,12 @@ class Scheduler {
 
  private:
   // commit.cpp: the second half of a pass, the only code that acts on a plan.
-  void preempt(Sequence& victim);
+  void preempt(std::span<Sequence* const> victims, StepWriter& step);
+  bool is_worth_swapping(std::span<Sequence* const> victims, const StepWriter& step) const;
+  BlockCount first_to_save(const Sequence& sequence) const;
+  void swap_out(Sequence& sequence, StepWriter& step);
+  void swap_in(Sequence& sequence, BlockCount from, StepWriter& step);
+  void come_back(const Sequence& first, Sequence& member, StepWriter& step);
   void carry_out(const StepPlan& plan, StepRecord& record, StepWriter& step);
   void admit(const Admission& admission, StepRecord& record, StepWriter& step, Nanos now);
   void send(StepWriter& step, Nanos now);
@@ -136,6 +143,7 @@ class Scheduler {
   void end_one(Sequence& sequence, FinishReason reason);
   void leave_group(Sequence& sequence);
   void stop_following(Sequence& sequence);
+  void forget_saved(Sequence& sequence);
   Sequence& enroll(std::unique_ptr<Sequence> owned);
   static bool is_beam(const Sequence& sequence) { return sequence.has_group && sequence.group->beams != nullptr; }
   // visit(member) for the live sequences of its request, itself among them. They may end meanwhile.

@@ -11,6 +11,7 @@
 #include "control_plane/core/cost_model.hpp"
 #include "control_plane/core/deadlines.hpp"
 #include "control_plane/core/fair_share.hpp"
+#include "control_plane/core/host_pool.hpp"
 #include "control_plane/core/line.hpp"
 #include "control_plane/core/rows.hpp"
 #include "control_plane/core/sequence_table.hpp"
@@ -33,6 +34,7 @@ struct Session {
       : pool(p),
         capacities(c),
         blocks(p.num_blocks, p.block_size, size_t{config.max_rows} * 2 * (config.depth + 2)),
+        host(p.num_host_blocks),
         rows(config.max_rows),
         records(config.depth, StepRecord(config.max_rows)) {}
 
@@ -42,6 +44,7 @@ struct Session {
   Pool pool;
   wire::Capacities capacities;
   BlockManager blocks;
+  HostPool host;
   Rows rows;
   StepSeq sent;                     // steps written; the next one's number
   StepSeq retired;                  // steps whose last result came

@@ -49,6 +49,18 @@ class StepWriter {
     region<wire::TableWrite>(layout_.table_writes)[counts_.num_table_writes++] = {row.value, index.value, block.value};
   }
 
+  // Room for so many more swaps in one direction.
+  uint32_t room_for_swap_outs() const { return capacities_.max_swaps - counts_.num_swap_outs; }
+  uint32_t room_for_swap_ins() const { return capacities_.max_swaps - counts_.num_swap_ins; }
+  void swap_out(BlockId block, HostBlockId host) {
+    assert(room_for_swap_outs() != 0);
+    region<wire::BlockSwap>(layout_.swap_outs)[counts_.num_swap_outs++] = {block.value, host.value};
+  }
+  void swap_in(HostBlockId host, BlockId block) {
+    assert(room_for_swap_ins() != 0);
+    region<wire::BlockSwap>(layout_.swap_ins)[counts_.num_swap_ins++] = {block.value, host.value};
+  }
+
   void copy(BlockId source, BlockId target) {
     assert(counts_.num_copies < capacities_.max_copies);
     region<wire::BlockCopy>(layout_.copies)[counts_.num_copies++] = {source.value, target.value};
@@ -75,7 +87,9 @@ class StepWriter {
     counts_.num_tokens += num_tokens.value;
   }
 
-  bool is_empty() const { return counts_.num_seqs == 0 && counts_.num_closes == 0 && counts_.num_copies == 0; }
+  bool is_empty() const {
+    return counts_.num_seqs == 0 && counts_.num_closes == 0 && counts_.num_copies == 0 && counts_.num_swap_outs == 0;
+  }
 
   // The slot is complete: its header.
   void finish(StepSeq step, Nanos now) {

@@ -18,6 +18,7 @@ using RequestId = Id<struct RequestTag, uint64_t>;
 using TenantId = Id<struct TenantTag, uint16_t>;  // a seat in the table of tenants
 using RowId = Id<struct RowTag, uint32_t>;
 using BlockId = Id<struct BlockTag, uint32_t>;
+using HostBlockId = Id<struct HostBlockTag, uint32_t>;  // of the swap pool
 
 inline constexpr RowId kNoRow{~uint32_t{0}};
 inline constexpr BlockId kNoBlock{~uint32_t{0}};

@@ -133,6 +133,8 @@ class Step:
     table_writes: NDArray[np.void]
     copies: NDArray[np.void]
     forks: NDArray[np.void]
+    swap_outs: NDArray[np.void]
+    swap_ins: NDArray[np.void]
     extras: list[tuple[int, int, list[int]]]  # (row, kind, words)
 
     @property
@@ -163,6 +165,8 @@ def decode_step(slot: bytes | NDArray[np.uint8], capacities: wire.Capacities) ->
         region(wire.TABLE_WRITE, layout.table_writes, "num_table_writes"),
         region(wire.BLOCK_COPY, layout.copies, "num_copies"),
         region(wire.ROW_FORK, layout.forks, "num_forks"),
+        region(wire.BLOCK_SWAP, layout.swap_outs, "num_swap_outs"),
+        region(wire.BLOCK_SWAP, layout.swap_ins, "num_swap_ins"),
         extras,
     )
 
@@ -196,10 +200,11 @@ class Row:
 class FakeDevice:
     """Steps are taken by :meth:`send` and executed, strictly in order, by :meth:`run_next`."""
 
-    def __init__(self, capacities: wire.Capacities, num_blocks: int, block_size: int) -> None:
+    def __init__(self, capacities: wire.Capacities, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.capacities = capacities
         self.block_size = block_size
         self.kv = np.full((num_blocks, block_size, 2), -1, np.int64)  # (position, token)
+        self.host = np.full((num_host_blocks, block_size, 2), -1, np.int64)
         self.now_ns = 0  # the clock of whoever drives it
         self.rows: dict[int, Row] = {}
         self._candidates: list[tuple[int, float]] = []  # of the step being executed
@@ -258,6 +263,10 @@ class FakeDevice:
             self.rows[row].table[index] = block
         for row, parent, count in step.forks.tolist():
             self.rows[row].table |= {index: self.rows[parent].table[index] for index in range(count)}
+        for block, host in step.swap_outs.tolist():
+            self.host[host] = self.kv[block]
+        for block, host in step.swap_ins.tolist():
+            self.kv[block] = self.host[host]
         for source, target in step.copies.tolist():
             self.kv[target] = self.kv[source]
         # All KV of a step is written before any is read, layer by layer.

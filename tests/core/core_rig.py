@@ -39,7 +39,16 @@ class Record:
 
 
 class Rig:
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, capacities: wire.Capacities | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        capacities: wire.Capacities | None = None,
+        num_host_blocks: int = 0,
+        swap_block_ns: int = 1,
+        **config: Any,
+    ) -> None:
         self.settings = {"max_rows": 8, "max_step_tokens": 64, "max_chunk_tokens": 16, "max_model_len": 128} | config
         self.config = _core.CoreConfig(**self.settings)
         self.depth = int(self.settings.get("depth", 2))
@@ -49,15 +58,18 @@ class Rig:
         self.steps: list[Step] = []  # all that were sent in this session
         self.cancelled: list[tuple[int, set[int]]] = []  # (steps sent when it happened, blocks it held)
         self.resumed_with: dict[int, int] = {}  # known tokens of each request when it was last preempted
+        self.num_host_blocks, self.swap_block_ns = num_host_blocks, swap_block_ns
         self.attach(num_blocks, block_size, capacities)
 
     # --- session ---
 
     def attach(self, num_blocks: int, block_size: int, capacities: wire.Capacities | None = None) -> None:
-        pool = _core.Pool(num_blocks=num_blocks, block_size=block_size)
+        pool = _core.Pool(
+            num_blocks=num_blocks, block_size=block_size, num_host_blocks=self.num_host_blocks, swap_block_ns=self.swap_block_ns
+        )
         self.capacities = capacities or wire.Capacities(*_core.capacities_for(self.config, pool))
         self.scheduler.attach(pool, list(self.capacities))
-        self.device = FakeDevice(self.capacities, num_blocks, block_size)
+        self.device = FakeDevice(self.capacities, num_blocks, block_size, self.num_host_blocks)
         self.steps = []
         self.cancelled = []
         self.check()

@@ -239,7 +239,7 @@ def test_beams_share_what_they_have_in_common() -> None:
 
 def test_what_does_not_go_with_beams_is_refused() -> None:
     for wrong in ({"temperature": 1.0}, {"n": 2}, {"logprobs": True}, {"presence_penalty": 0.5}, {"early_stopping": 3}):
-        with pytest.raises(ValueError, match="beam_width|early_stopping"):
+        with pytest.raises(ValueError, match=r"beam_width|early_stopping"):
             _core.RequestParams(max_tokens=5, beam_width=3, **wrong)
     rig = Rig()
     refusal = rig.submit(1, Request(prompt(5), stops=tuple(range(20)), beam_width=4))

@@ -338,9 +338,11 @@ def test_options_that_contradict_each_other_are_refused_naming_them() -> None:
         ("ring_depth", 3),
         ("max_rows", 8),
         ("max_step_tokens", 64),
-        ("max_table_writes", 8 + 32),
+        ("max_table_writes", 8 + 64),
         ("max_extra_words", 128 + 15),
         ("max_results", 8),
+        ("max_copies", 8),
+        ("max_candidates", 8 * 64),
     ],
 )
 def test_a_session_too_small_for_the_scheduler_is_refused_naming_the_capacity(name: str, least: int) -> None:
@@ -456,18 +458,13 @@ def test_attachments_that_no_step_can_carry_are_refused_with_the_numbers() -> No
     assert rig.submit(2, Request(prompt(3), allowed=tuple(range(limit - 3)), max_tokens=1)) is None
 
 
-def test_an_admission_waits_for_a_step_with_room_for_its_attachments_and_table_writes() -> None:
+def test_an_admission_waits_for_a_step_with_room_for_its_attachments() -> None:
     config = _core.CoreConfig(max_rows=8, max_step_tokens=64, max_chunk_tokens=16, max_model_len=128)
     full = wire.Capacities(*_core.capacities_for(config, _core.Pool(num_blocks=64, block_size=4)))
-    rig = Rig(capacities=full._replace(max_table_writes=40, max_extra_words=150), num_blocks=64)
+    rig = Rig(capacities=full._replace(max_extra_words=150), num_blocks=64)
     for i in range(3):
         rig.submit(i, Request(prompt(8, i), allowed=tuple(range(49)), max_tokens=2))
     assert [len(step.opens) for step in (rig.tick(), rig.tick()) if step] == [2, 1]
-    rig.run()
-    rig = Rig(capacities=full._replace(max_table_writes=40), num_blocks=64, max_step_tokens=64)
-    for i in range(2):
-        rig.submit(i, Request(prompt(90, i), max_tokens=2))
-    assert [len(step.opens) for step in (rig.tick(), rig.tick()) if step] == [1, 1]
     rig.run()
 
 

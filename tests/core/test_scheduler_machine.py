@@ -61,13 +61,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 6),
         chunk=st.integers(1, 20),
         spare=st.integers(0, 20),
+        host=st.sampled_from([0, 0, 4, 40]),
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
         itl_target_us=st.sampled_from([0, 500, 2000]),
     )
-    def begin(self, depth: int, block_size: int, tokens: int, rows: int, chunk: int, spare: int, policy: str, itl_target_us: int) -> None:
+    def begin(
+        self, depth: int, block_size: int, tokens: int, rows: int, chunk: int, spare: int, host: int, policy: str, itl_target_us: int
+    ) -> None:
         self.pool: dict[str, Any] = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
         self.rig = Rig(
             **self.pool,
+            num_host_blocks=host,
             depth=depth,
             max_rows=rows,
             max_chunk_tokens=chunk,

@@ -1,0 +1,73 @@
+"""Preemption by swapping: what was computed waits in host memory and is not computed again."""
+
+from __future__ import annotations
+
+import pytest
+from core_device import Request
+from core_rig import Rig
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple((7 * i + 13 * seed + i * i * (seed + 1)) % 49 + 1 for i in range(length))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("cache", [True, False])
+def test_swapped_sequences_come_back_with_all_they_had(cache: bool, depth: int) -> None:
+    rig = Rig(num_blocks=24, num_host_blocks=64, depth=depth)
+    for i in range(5):
+        rig.submit(i, Request(prompt(12, i), max_tokens=50, cache=cache, seed=i))
+    rig.run()
+    stats = rig.stats()
+    assert stats.preemptions > 0 and stats.blocks_swapped_out == stats.blocks_swapped_in > 0
+    assert stats.prompt_tokens_computed <= 5 * 12 + stats.preemptions, "nothing is computed twice"
+
+
+def test_without_room_in_the_host_pool_it_is_computed_again() -> None:
+    rig = Rig(num_blocks=24, num_host_blocks=2)
+    for i in range(5):
+        rig.submit(i, Request(prompt(12, i), max_tokens=50, cache=False))
+    rig.run()
+    stats = rig.stats()
+    assert stats.preemptions > 0 and stats.blocks_swapped_out == 0 and stats.prompt_tokens_computed > 100
+
+
+@pytest.mark.parametrize(("swap_block_ns", "swaps"), [(1, True), (10**9, False)])
+def test_swapping_that_costs_more_than_computing_is_not_done(swap_block_ns: int, swaps: bool) -> None:
+    rig = Rig(num_blocks=24, num_host_blocks=64, swap_block_ns=swap_block_ns)
+    for i in range(5):
+        rig.submit(i, Request(prompt(12, i), max_tokens=50))
+    rig.run()
+    assert rig.stats().preemptions > 0 and (rig.stats().blocks_swapped_out > 0) == swaps
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_group_is_swapped_as_a_whole_and_shares_again(depth: int) -> None:
+    rig = Rig(num_blocks=26, num_host_blocks=64, depth=depth)
+    rig.submit(0, Request(prompt(12, 1), max_tokens=80))
+    rig.submit(10, Request(prompt(13), max_tokens=24, seed=7, n=3, cache=False))
+    rig.run()
+    stats = rig.stats()
+    assert stats.preemptions >= 3 and stats.blocks_swapped_in > 0
+
+
+@pytest.mark.parametrize("which", [10, 11])
+def test_a_member_cancelled_while_its_group_is_swapped_out(which: int) -> None:
+    rig = Rig(num_blocks=26, num_host_blocks=64)
+    rig.submit(0, Request(prompt(12, 1), max_tokens=80))
+    rig.submit(10, Request(prompt(13), max_tokens=24, seed=7, n=3))
+    while not rig.stats().blocks_swapped_out:
+        assert rig.turn()
+    rig.cancel(which)
+    rig.run()
+
+
+def test_a_lost_data_plane_takes_what_was_swapped_with_it() -> None:
+    rig = Rig(num_blocks=24, num_host_blocks=64)
+    for i in range(5):
+        rig.submit(i, Request(prompt(12, i), max_tokens=50))
+    while not rig.stats().blocks_swapped_out:
+        assert rig.turn()
+    rig.detach()
+    rig.attach(24, 4, None)
+    rig.run()
