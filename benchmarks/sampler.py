@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.rows import Rows
 from twinplane.data_plane.sampler import Sampler
+from twinplane.data_plane.step import StepView
 from twinplane.data_plane.worker import Worker
 from twinplane.kernels import registry
 from twinplane.shared import wire
@@ -88,9 +89,9 @@ def _median_us(work: Callable[[], object], repeats: int) -> float:
 
 def _sampler_line(kind: str, logits: NDArray[np.float32], ops: registry.Ops, repeats: int) -> dict[str, Any]:
     batch, vocab = logits.shape
-    rows = Rows(_capacities(batch), block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN, num_blocks=1, vocab_size=vocab)
-    empty = np.zeros(0, dtype=np.uint32)
-    rows.apply(cast(Any, SimpleNamespace(closes=empty, opens=_opened(kind, batch), extras=empty, table_writes=empty)))
+    capacities = _capacities(batch)
+    rows = Rows(capacities, block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN, num_blocks=1, vocab_size=vocab)
+    rows.apply(StepView(_decode_step(_opened(kind, batch), batch, capacities), wire.StepSlotLayout(capacities)))
     sampler = Sampler(rows, ops)
     numbers, out = np.arange(batch), np.zeros(batch, dtype=wire.RESULT_ENTRY)
     candidates = np.zeros(rows.num_candidates(numbers), dtype=wire.CANDIDATE)

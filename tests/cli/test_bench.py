@@ -89,3 +89,10 @@ def test_the_kernels_are_really_measured(capsys):
     assert main(["bench", "kernels", "--json", "repeats=1", "cold_bytes=1"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["kernels"] and all(line["achieved"] > 0 for line in figures["kernels"])
+
+
+def test_the_sampler_is_really_measured(capsys):
+    pytest.importorskip("torch")
+    assert main(["bench", "sampler", "--json", "batch=2", "vocab=300", "repeats=2"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["decode_step_greedy_us"] > 0 and all(line["us"] > 0 for line in figures["sampler"])
