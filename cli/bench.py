@@ -27,6 +27,7 @@ BENCHMARKS = {
     "kernels": "the kernels the models run on, by shape",
     "sampler": "what a step costs outside the forward pass, by kind of row",
     "quality": "what each number format costs: perplexity, agreement with float32",
+    "sharing": "KV memory that beams and samples save by sharing blocks, on the demo model",
     "serving": "tokens per second of a server, beside transformers' continuous batching",
     "interference": "inter-token latency of streams while long prompts arrive",
     "soak": "minutes under load with cancels: what grows, what is left",
