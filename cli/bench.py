@@ -30,6 +30,7 @@ BENCHMARKS = {
     "sharing": "KV memory that beams and samples save by sharing blocks, on the demo model",
     "serving": "tokens per second of a server, beside transformers' continuous batching",
     "interference": "inter-token latency of streams while long prompts arrive",
+    "warm": "time to first token behind a long system prompt, cold and cached",
     "soak": "minutes under load with cancels: what grows, what is left",
 }
 

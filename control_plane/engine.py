@@ -147,6 +147,7 @@ class Engine:
             prompt_tokens=stats.prompt_tokens_computed,
             cached_prompt_tokens=stats.cached_tokens,
             preemptions=stats.preemptions,
+            swapped_blocks=stats.blocks_swapped_out,
             dropped_for_deadline=stats.finished[_core.FINISH_UNREACHABLE],
             tick_us=round(stats.tick_ns_total / 1e3 / max(stats.ticks, 1), 2),
             tick_max_us=round(stats.tick_ns_max / 1e3, 1),

@@ -60,18 +60,29 @@ def test_tokens_do_not_depend_on_chunk_cap_or_overlap_depth(
         assert_equal(ask(server, prompts, concurrency=len(prompts)), expected)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "swap"), [(1, "0"), (2, "0"), (2, "256MiB")])
 def test_A06_tokens_survive_preemption_in_a_pool_of_a_fraction_of_the_need(
-    serve: Serve, prompts: Prompts, expected: Answers, depth: int
+    serve: Serve, prompts: Prompts, expected: Answers, depth: int, swap: str
 ) -> None:
     blocks = 100  # all 32 sequences need 370 at their ends
-    options = ("--kv-cache-bytes", str(blocks * BLOCK_BYTES), "--max-model-len", "1024", "--overlap-depth", str(depth))
+    options = (
+        "--kv-cache-bytes",
+        str(blocks * BLOCK_BYTES),
+        "--max-model-len",
+        "1024",
+        "--overlap-depth",
+        str(depth),
+        "--swap-space",
+        swap,
+    )
     with serve(*options) as server:
         outcomes = ask(server, prompts, concurrency=len(prompts))
         assert_equal(outcomes, expected)
         assert sum(event.get("preemptions", 0) for event in server.log_events()) > 0, "the pool was too large to force a preemption"
         with Client(server.address) as client:
             assert client.load().used_kv_blocks == 0
+    swapped = next(event["swapped_blocks"] for event in server.log_events() if event["event"] == "scheduler")
+    assert (swapped > 0) == (swap != "0")
 
 
 def test_tokens_survive_neighbours_that_cancel_at_random(serve: Serve, prompts: Prompts, expected: Answers) -> None:
