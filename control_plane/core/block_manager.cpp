@@ -7,6 +7,10 @@
 namespace twinplane::core {
 namespace {
 
+// Blocks evicted when one is needed: one for so many of the pool, so that what is lost early is next to nothing.
+constexpr uint32_t kPoolPerEviction = 1024;
+constexpr uint32_t kMostEvictedAtOnce = 16;
+
 // So that nobody outside can know which prompts share a slot of the tree's table.
 uint64_t random_seed() {
   std::random_device device;
@@ -16,7 +20,11 @@ uint64_t random_seed() {
 }  // namespace
 
 BlockManager::BlockManager(BlockCount total, TokenCount block_size, size_t max_cooling)
-    : pool_(total), tree_(pool_, block_size, random_seed()), block_size_(block_size), cooling_(max_cooling) {}
+    : pool_(total),
+      tree_(pool_, block_size, random_seed()),
+      block_size_(block_size),
+      evicted_at_once_(std::clamp(total.value / kPoolPerEviction, 1u, kMostEvictedAtOnce)),
+      cooling_(max_cooling) {}
 
 Match BlockManager::find(const Sequence& sequence, StepSeq now) const {
   if (!sequence.params.uses_cache) return {};
@@ -112,7 +120,10 @@ BlockId BlockManager::release_but_one(Sequence& sequence, StepSeq fence) {
 
 BlockId BlockManager::grow(Sequence& sequence) {
   assert(sequence.num_blocks < sequence.block_capacity);
-  if (pool_.free() == BlockCount{0}) tree_.evict();
+  if (pool_.free() == BlockCount{0}) {
+    // A few at a time: the end of a run is one cache line, and each look at another run is some misses.
+    for (uint32_t i = 0; i < evicted_at_once_ && tree_.cached() != BlockCount{0}; ++i) tree_.evict();
+  }
   const BlockId block = pool_.acquire();
   sequence.blocks[sequence.num_blocks.value] = block;
   ++sequence.num_blocks;
@@ -132,12 +143,7 @@ void BlockManager::publish(Sequence& sequence, StepSeq now) {
   if (full > sequence.tree_blocks && pool_.references(sequence.blocks[full.value - 1]) == 1) {
     // A node that is only being found by others must say whom to wait for from now on.
     stop_filling(sequence);
-    const BlockCount before = sequence.tree_blocks;
-    const auto [node, taken] = tree_.append(sequence.node, sequence.params.cache_key, sequence.tokens.get(),
-                                            sequence.blocks.get(), before, full, now);
-    for (uint32_t i = before.value; i < taken.value; ++i) pool_.hand_over(sequence.blocks[i]);
-    sequence.node = node;
-    sequence.tree_blocks = taken;
+    append_own(sequence, full, now);
   }
   const bool goes_on = sequence.num_computed < sequence.prompt_tokens;
   if (goes_on && sequence.tree_blocks == full) tree_.set_filler(sequence.node, &sequence);
@@ -167,30 +173,35 @@ void BlockManager::keep_full_blocks(Sequence& sequence, StepSeq fence) {
   BlockCount mine = sequence.tree_blocks;
   while (mine < full && pool_.references(sequence.blocks[mine.value]) == 1) ++mine;
   if (mine == sequence.tree_blocks || tree_.is_stale(sequence.node)) return;
-  const Namespace& key = sequence.params.cache_key;
-  Match match = tree_.match(key, {sequence.tokens.get(), mine.value * block_size_.value}, fence);
+  if (append_own(sequence, mine, fence)) return;
+  // The tree goes on with the same tokens in other blocks: behind the longest match its own may follow.
+  Match match = tree_.match(sequence.params.cache_key, {sequence.tokens.get(), mine.value * block_size_.value}, fence);
   match.partial = {0};
-  if (match.blocks > sequence.tree_blocks) {
-    // Cached blocks are free ones, and somebody may be counting on them: whoever leaves takes none away.
-    if (tree_.cached_on(match) != BlockCount{0}) return;
-    for (uint32_t i = sequence.tree_blocks.value; i < match.blocks.value; ++i) pool_.release(sequence.blocks[i], fence);
-    const auto [node, blocks] = tree_.pin(match, sequence.blocks.get());
-    cool(sequence.node, fence);
-    sequence.node = node;
-    sequence.tree_blocks = blocks;
-    // If the run could not be split, blocks behind the pin were given back already and are not his any more.
-    if (blocks < match.blocks) {
-      for (uint32_t i = match.blocks.value; i < sequence.num_blocks.value; ++i)
-        pool_.release(sequence.blocks[i], fence);
-      sequence.num_blocks = blocks;
-      return;
-    }
+  // Cached blocks are free ones, and somebody may be counting on them: whoever leaves takes none away.
+  if (match.blocks <= sequence.tree_blocks || tree_.cached_on(match) != BlockCount{0}) return;
+  for (uint32_t i = sequence.tree_blocks.value; i < match.blocks.value; ++i) pool_.release(sequence.blocks[i], fence);
+  const auto [node, blocks] = tree_.pin(match, sequence.blocks.get());
+  cool(sequence.node, fence);
+  sequence.node = node;
+  sequence.tree_blocks = blocks;
+  if (blocks == match.blocks) {
+    append_own(sequence, mine, fence);
+    return;
   }
-  const auto [node, taken] =
-      tree_.append(sequence.node, key, sequence.tokens.get(), sequence.blocks.get(), sequence.tree_blocks, mine, fence);
-  for (uint32_t i = sequence.tree_blocks.value; i < taken.value; ++i) pool_.hand_over(sequence.blocks[i]);
+  // The run could not be split: blocks behind the pin were given back already and are not his any more.
+  for (uint32_t i = match.blocks.value; i < sequence.num_blocks.value; ++i) pool_.release(sequence.blocks[i], fence);
+  sequence.num_blocks = blocks;
+}
+
+// Gives the tree the sequence's own blocks up to `to`; true if it took any, or there were none.
+bool BlockManager::append_own(Sequence& sequence, BlockCount to, StepSeq now) {
+  const BlockCount from = sequence.tree_blocks;
+  const auto [node, taken] = tree_.append(sequence.node, sequence.params.cache_key, sequence.tokens.get(),
+                                          sequence.blocks.get(), from, to, now);
+  for (uint32_t i = from.value; i < taken.value; ++i) pool_.hand_over(sequence.blocks[i]);
   sequence.node = node;
   sequence.tree_blocks = taken;
+  return taken > from || from == to;
 }
 
 void BlockManager::cool(NodeId node, StepSeq fence) {

@@ -95,12 +95,14 @@ class BlockManager {
 
  private:
   void keep_full_blocks(Sequence& sequence, StepSeq fence);
+  bool append_own(Sequence& sequence, BlockCount to, StepSeq now);
   void stop_filling(Sequence& sequence);
   void cool(NodeId node, StepSeq fence);
 
   BlockPool pool_;
   PrefixTree tree_;
   const TokenCount block_size_;
+  const uint32_t evicted_at_once_;
   FenceQueue<NodeId> cooling_;
   StepSeq retired_;
 };
