@@ -19,7 +19,7 @@ PACKAGES: dict[str, str] = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
 PROGRAMS = {f"twinplane/control_plane/{name}_bench" for name in ("tick", "admit", "prefix")}
 NATIVE = {"twinplane/shared/_shm", "twinplane/control_plane/_core", "twinplane/control_plane/_simulator", "twinplane/kernels/_cpu"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # compiles all native modules
-SHIPPED = {".py", ".pyi", ".typed", ".proto", ".json", ".csv"}
+SHIPPED = {".py", ".pyi", ".typed", ".proto", ".json", ".csv", ".txt"}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_wheel_holds_all_modules_and_nothing_else(wheel):
         f"{package}/{path.relative_to(ROOT / folder)}"
         for package, folder in PACKAGES.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in SHIPPED and "__pycache__" not in path.parts
+        if path.suffix in SHIPPED and path.name != "CMakeLists.txt" and "__pycache__" not in path.parts
     } | {f"{package}/py.typed" for package, folder in PACKAGES.items() if (ROOT / folder / "py.typed").exists()}
     found = {name for name in names_in(wheel) if ".dist-info/" not in name}
     native = {name for name in found if name.endswith(".so")}
