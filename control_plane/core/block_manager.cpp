@@ -51,10 +51,9 @@ BlockCount BlockManager::reclaimable(const Sequence& sequence) const {
 
 void BlockManager::attach(Sequence& sequence, const Match& match) {
   assert(sequence.num_blocks == BlockCount{0});
-  const auto [node, blocks] = tree_.pin(match, sequence.blocks.get());
-  sequence.node = node;
-  sequence.tree_blocks = sequence.num_blocks = blocks;
-  sequence.num_computed = {blocks.value * block_size_.value};
+  sequence.node = tree_.pin(match, sequence.blocks.get());
+  sequence.tree_blocks = sequence.num_blocks = match.blocks;
+  sequence.num_computed = {match.blocks.value * block_size_.value};
 }
 
 void BlockManager::attach_tail(Sequence& sequence, BlockCount shared, BlockCount blocks) {
@@ -65,21 +64,14 @@ void BlockManager::attach_tail(Sequence& sequence, BlockCount shared, BlockCount
 
 void BlockManager::fork(const Sequence& parent, Sequence& child, BlockCount blocks) {
   assert(child.tree_blocks == BlockCount{0} && blocks <= parent.num_blocks);
-  // The tree's share ends where the child's path does, not where the parent's did.
-  Match match;
-  if (child.params.uses_cache) {
-    const BlockCount pinned = std::min(blocks, parent.tree_blocks);  // and no more: that is live anyway
-    match = tree_.match(child.params.cache_key, {parent.tokens.get(), pinned.value * block_size_.value}, {0});
-    match.partial = {0};
-  }
-  const auto [node, found] = tree_.pin(match, child.blocks.get());
+  // The tree's share of it ends where the child's does, not where the parent's did.
+  const BlockCount pinned = std::min(blocks, parent.tree_blocks);
+  const NodeId node = tree_.pin_part(parent.node, parent.tree_blocks, pinned);
   cool(child.node, {0});
   child.node = node;
-  child.tree_blocks = found;
-  for (uint32_t i = found.value; i < blocks.value; ++i) {
-    child.blocks[i] = parent.blocks[i];
-    pool_.share(parent.blocks[i]);
-  }
+  child.tree_blocks = pinned;
+  std::copy_n(parent.blocks.get(), blocks.value, child.blocks.get());
+  for (uint32_t i = pinned.value; i < blocks.value; ++i) pool_.share(child.blocks[i]);
   child.missing_blocks = {0};
   child.num_blocks = std::max(child.num_blocks, blocks);
   child.num_computed = {blocks.value * block_size_.value};
@@ -139,11 +131,9 @@ void BlockManager::copy_partial(Sequence& sequence, const Match& match, StepSeq 
 void BlockManager::publish(Sequence& sequence, StepSeq now) {
   if (!sequence.params.uses_cache) return;
   const BlockCount full{std::min(sequence.num_computed, sequence.prompt_tokens).value / block_size_.value};
-  // Blocks that others of its group share outside the tree stay there.
-  if (full > sequence.tree_blocks && pool_.references(sequence.blocks[full.value - 1]) == 1) {
-    // A node that is only being found by others must say whom to wait for from now on.
-    stop_filling(sequence);
-    append_own(sequence, full, now);
+  if (const BlockCount mine = end_of_own(sequence, full); mine > sequence.tree_blocks) {
+    stop_filling(sequence);  // at the node where its path ended so far
+    append_own(sequence, mine, now);
   }
   const bool goes_on = sequence.num_computed < sequence.prompt_tokens;
   if (goes_on && sequence.tree_blocks == full) tree_.set_filler(sequence.node, &sequence);
@@ -170,8 +160,7 @@ void BlockManager::release(Sequence& sequence, StepSeq fence, bool keep) {
 // has other blocks with the same tokens already, its own go back.
 void BlockManager::keep_full_blocks(Sequence& sequence, StepSeq fence) {
   const BlockCount full{std::min(sequence.num_computed, sequence.num_tokens).value / block_size_.value};
-  BlockCount mine = sequence.tree_blocks;
-  while (mine < full && pool_.references(sequence.blocks[mine.value]) == 1) ++mine;
+  const BlockCount mine = end_of_own(sequence, full);
   if (mine == sequence.tree_blocks || tree_.is_stale(sequence.node)) return;
   if (append_own(sequence, mine, fence)) return;
   // The tree goes on with the same tokens in other blocks: behind the longest match its own may follow.
@@ -180,17 +169,19 @@ void BlockManager::keep_full_blocks(Sequence& sequence, StepSeq fence) {
   // Cached blocks are free ones, and somebody may be counting on them: whoever leaves takes none away.
   if (match.blocks <= sequence.tree_blocks || tree_.cached_on(match) != BlockCount{0}) return;
   for (uint32_t i = sequence.tree_blocks.value; i < match.blocks.value; ++i) pool_.release(sequence.blocks[i], fence);
-  const auto [node, blocks] = tree_.pin(match, sequence.blocks.get());
+  const NodeId node = tree_.pin(match, sequence.blocks.get());
   cool(sequence.node, fence);
   sequence.node = node;
-  sequence.tree_blocks = blocks;
-  if (blocks == match.blocks) {
-    append_own(sequence, mine, fence);
-    return;
-  }
-  // The run could not be split: blocks behind the pin were given back already and are not his any more.
-  for (uint32_t i = match.blocks.value; i < sequence.num_blocks.value; ++i) pool_.release(sequence.blocks[i], fence);
-  sequence.num_blocks = blocks;
+  sequence.tree_blocks = match.blocks;
+  append_own(sequence, mine, fence);
+}
+
+// Where those of its blocks end, up to `most`, that are not the tree's and nobody else's: what members of its group
+// share outside the tree stays there.
+BlockCount BlockManager::end_of_own(const Sequence& sequence, BlockCount most) const {
+  BlockCount end = sequence.tree_blocks;
+  while (end < most && pool_.references(sequence.blocks[end.value]) == 1) ++end;
+  return end;
 }
 
 // Gives the tree the sequence's own blocks up to `to`; true if it took any, or there were none.
@@ -206,7 +197,7 @@ bool BlockManager::append_own(Sequence& sequence, BlockCount to, StepSeq now) {
 
 void BlockManager::cool(NodeId node, StepSeq fence) {
   tree_.cool(node);
-  if (fence <= retired_) {
+  if (node == kRootNode || fence <= retired_) {  // the root has no blocks that could be reused
     tree_.thaw(node);
   } else {
     cooling_.push(node, fence);

@@ -95,6 +95,7 @@ class BlockManager {
 
  private:
   void keep_full_blocks(Sequence& sequence, StepSeq fence);
+  BlockCount end_of_own(const Sequence& sequence, BlockCount most) const;
   bool append_own(Sequence& sequence, BlockCount to, StepSeq now);
   void stop_filling(Sequence& sequence);
   void cool(NodeId node, StepSeq fence);

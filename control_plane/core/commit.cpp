@@ -126,7 +126,7 @@ void Scheduler::swap_in(Sequence& sequence, BlockCount from, StepWriter& step) {
     session_->host.release(sequence.saved[i], fence);
   }
   counters_.blocks_swapped_in += sequence.num_saved.value;
-  sequence.num_computed = sequence.saved_tokens;
+  sequence.num_computed = std::max(sequence.num_computed, sequence.saved_tokens);  // the cache may have had more
   sequence.num_saved = {0};
   sequence.saved_tokens = {0};
 }
@@ -172,7 +172,7 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
   const bool is_swapped = sequence.is_swapped();
   blocks.attach(sequence, admission.match);
   for (BlockCount i; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
-  const bool copies = admission.match.partial != TokenCount{0} && sequence.num_blocks == admission.match.blocks;
+  const bool copies = admission.match.partial != TokenCount{0};
   if (copies) blocks.copy_partial(sequence, admission.match, session_->sent);  // before grow() looks for a free block
   const BlockCount needed = blocks_for(sequence.admission_tokens(), session_->pool.block_size);
   while (sequence.num_blocks < needed) add_block(sequence, step);

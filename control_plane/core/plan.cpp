@@ -147,8 +147,8 @@ std::optional<Admission> Planner::next_admission(const State& state) {
     Match match = manager.find(sequence, state.session.sent);
     if (sequence.is_swapped()) match.partial = {0};  // what follows comes from the host
     const auto hit = [&] {
-      if (sequence.is_swapped()) return sequence.saved_tokens;
-      return TokenCount{match.blocks.value * state.session.pool.block_size.value} + match.partial;
+      const TokenCount cached{match.blocks.value * state.session.pool.block_size.value + match.partial.value};
+      return std::max(cached, sequence.saved_tokens);
     };
     if (is_hopeless(state, sequence, hit()) || manager.is_being_computed(sequence, match)) {
       ++passed_over_;

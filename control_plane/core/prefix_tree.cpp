@@ -4,6 +4,7 @@
 #include <bit>
 #include <cassert>
 #include <cstring>
+#include <map>
 #include <sstream>
 
 namespace twinplane::core {
@@ -19,12 +20,12 @@ uint64_t mix(uint64_t h, uint64_t value) {
 
 }  // namespace
 
-PrefixTree::PrefixTree(BlockPool& pool, TokenCount block_size, uint64_t seed, uint64_t hash_mask)
+PrefixTree::PrefixTree(BlockPool& pool, TokenCount block_size, uint64_t seed, uint64_t hash_mask, uint32_t slots)
     : pool_(pool),
       block_size_(block_size.value),
       seed_(seed),
       hash_mask_(hash_mask),
-      arena_(pool.total(), block_size),
+      arena_(slots != 0 ? slots : 2 * pool.total().value, block_size),
       nodes_(size_t{pool.total().value} + 1),  // a node has a block at least, the root none
       table_(std::bit_ceil(2 * nodes_.size())) {
   nodes_[kRootNode.value].pins = 1;  // always held, never listed
@@ -151,26 +152,29 @@ BlockCount PrefixTree::held_alone(NodeId id) const {
 
 // --- holding ---------------------------------------------------------------------------------------------------------
 
-PrefixTree::Pinned PrefixTree::pin(const Match& match, BlockId* blocks) {
+NodeId PrefixTree::pin(const Match& match, BlockId* blocks) {
   uint32_t node = match.node.value;
-  uint32_t count = match.blocks.value;
-  if (match.within.value < nodes_[node].size) {
-    const uint32_t prefix = split(node, match.within.value);
-    if (prefix == kNone) {
-      count -= match.within.value;
-      node = nodes_[node].parent;
-    } else {
-      node = prefix;
-    }
-  }
-  uint32_t end = count;
+  if (match.within.value < nodes_[node].size) node = split(node, match.within.value);
+  uint32_t end = match.blocks.value;
   for (uint32_t n = node; n != kRootNode.value; n = nodes_[n].parent) {
     end -= nodes_[n].size;
     std::copy_n(arena_.blocks(nodes_[n].slot()), nodes_[n].size, blocks + end);
   }
   assert(end == 0);
   add_pin({node});
-  return {{node}, {count}};
+  return {node};
+}
+
+NodeId PrefixTree::pin_part(NodeId end, BlockCount path, BlockCount blocks) {
+  uint32_t id = end.value;
+  uint32_t begin = path.value - nodes_[id].size;  // of the node's run in the path
+  while (id != kRootNode.value && begin >= blocks.value) {
+    id = nodes_[id].parent;
+    begin -= nodes_[id].size;
+  }
+  if (begin + nodes_[id].size > blocks.value) id = split(id, blocks.value - begin);
+  add_pin({id});
+  return {id};
 }
 
 void PrefixTree::add_pin(NodeId id) {
@@ -244,8 +248,8 @@ void PrefixTree::held_down(uint32_t id) {
 
 // --- growing ---------------------------------------------------------------------------------------------------------
 
-PrefixTree::Pinned PrefixTree::append(NodeId at, const Namespace& key, const int32_t* tokens, const BlockId* blocks,
-                                      BlockCount from, BlockCount to, StepSeq now) {
+PrefixTree::Appended PrefixTree::append(NodeId at, const Namespace& key, const int32_t* tokens, const BlockId* blocks,
+                                        BlockCount from, BlockCount to, StepSeq now) {
   const auto tokens_at = [&](BlockCount block) { return tokens + size_t{block.value} * block_size_; };
   // A forgotten path grows no more: nobody could find what hangs on it.
   if (from == to || nodes_[at.value].is_stale || find_child(at.value, key, tokens_at(from)) != kNone) {
@@ -283,17 +287,9 @@ void PrefixTree::write_run(const Node& node, uint32_t at, const int32_t* tokens,
 bool PrefixTree::extend(Node& node, const int32_t* tokens, const BlockId* blocks, uint32_t count) {
   const uint32_t size = node.size + count;
   if (node.begin + size > node.extent.capacity) {
-    const Extent larger = arena_.allocate(size);
-    if (larger.capacity < size) {
-      if (larger.capacity != 0) arena_.free(larger);
-      return false;
-    }
-    const uint32_t slot = node.slot();
-    std::copy_n(arena_.tokens(slot), size_t{node.size} * block_size_, arena_.tokens(larger.slot));
-    std::copy_n(arena_.blocks(slot), node.size, arena_.blocks(larger.slot));
-    arena_.free(node.extent);
-    node.extent = larger;
-    node.begin = 0;
+    const Extent old = node.extent;
+    if (!move_run(node, size)) return false;
+    arena_.free(old);
   }
   write_run(node, node.size, tokens, blocks, count);
   node.size = size;
@@ -325,45 +321,35 @@ uint32_t PrefixTree::make_node(uint32_t parent, const Namespace& key, const int3
   return id;
 }
 
-// The first `at` blocks of the node become its parent; who pinned the node goes on pinning its end. kNone, and nothing
-// done, if there is no room.
+// The first `at` blocks of the node become its parent; who pinned the node goes on pinning its end. The shorter part
+// gets an extent of its own; if there is none, both go on living in the old one. (Then the prefix can not grow over the
+// suffix: it grows only without children, and they hang on it.)
 uint32_t PrefixTree::split(uint32_t id, uint32_t at) {
-  assert(at != 0 && at < nodes_[id].size);
-  if (free_nodes_.empty()) return kNone;
-  Node& node = nodes_[id];
-  const uint32_t suffix = node.size - at;
-  const uint32_t moved = std::min(at, suffix);  // the shorter part moves
-  const Extent extent = arena_.allocate(moved);
-  if (extent.capacity < moved) {
-    if (extent.capacity != 0) arena_.free(extent);
-    return kNone;
-  }
+  assert(at != 0 && at < nodes_[id].size && !free_nodes_.empty());  // each node has a block, and this one two
   const uint32_t prefix_id = free_nodes_.back();
   free_nodes_.pop_back();
+  Node& node = nodes_[id];
   Node& prefix = nodes_[prefix_id] = Node{};
   prefix.key = node.key;
   prefix.hash = node.hash;
   prefix.filled = node.filled;
   prefix.is_stale = node.is_stale;
+  prefix.extent = node.extent;
+  prefix.begin = node.begin;
   prefix.size = at;
-  const uint32_t from = node.slot() + (moved == at ? 0 : at);
-  std::copy_n(arena_.tokens(from), size_t{moved} * block_size_, arena_.tokens(extent.slot));
-  std::copy_n(arena_.blocks(from), moved, arena_.blocks(extent.slot));
-
   const uint32_t parent = node.parent;
   const bool is_live = node.is_live(), is_held = node.is_held();
   if (!node.is_stale) table_erase(id);
   orphan(id);
-  if (moved == at) {
-    prefix.extent = extent;
-    node.begin += at;
+  node.begin += at;
+  node.size -= at;
+  Node& shorter = at < node.size ? prefix : node;
+  Node& longer = at < node.size ? node : prefix;
+  if (move_run(shorter, shorter.size)) {
+    shrink(longer);
   } else {
-    prefix.extent = node.extent;
-    prefix.begin = node.begin;
-    node.extent = extent;
-    node.begin = 0;
+    arena_.share(node.extent);
   }
-  node.size = suffix;
   adopt_child(parent, prefix_id);
   adopt_child(prefix_id, id);
   prefix.live_children = is_live;
@@ -375,6 +361,20 @@ uint32_t PrefixTree::split(uint32_t id, uint32_t at) {
     table_insert(id);
   }
   return prefix_id;
+}
+
+// To an extent of its own with room for `capacity` blocks; the old one is not freed. False if there is none.
+bool PrefixTree::move_run(Node& node, uint32_t capacity) {
+  const Extent extent = arena_.allocate(capacity);
+  if (extent.capacity < capacity) {
+    if (extent.capacity != 0) arena_.free(extent);
+    return false;
+  }
+  std::copy_n(arena_.tokens(node.slot()), size_t{node.size} * block_size_, arena_.tokens(extent.slot));
+  std::copy_n(arena_.blocks(node.slot()), node.size, arena_.blocks(extent.slot));
+  node.extent = extent;
+  node.begin = 0;
+  return true;
 }
 
 // --- shrinking -------------------------------------------------------------------------------------------------------
@@ -390,6 +390,8 @@ void PrefixTree::evict() {
     const uint32_t id = oldest_;
     list_remove(id);
     remove(id);
+  } else {
+    shrink(node);
   }
 }
 
@@ -488,7 +490,7 @@ std::string PrefixTree::check(const std::function<void(BlockId)>& visit) const {
   std::ostringstream wrong;
   BlockCount live, held, total;
   std::vector<uint32_t> live_children(nodes_.size()), held_children(nodes_.size());
-  uint32_t slots = 0;
+  std::map<uint32_t, uint32_t> extents;  // those that were split may be shared
   size_t found = 0;
   for (uint32_t id = 1; id < nodes_.size(); ++id) {
     const Node& node = nodes_[id];
@@ -498,7 +500,7 @@ std::string PrefixTree::check(const std::function<void(BlockId)>& visit) const {
     total += {node.size};
     if (node.is_live()) live += {node.size}, ++live_children[node.parent];
     if (node.is_held()) held += {node.size}, ++held_children[node.parent];
-    slots += node.extent.capacity;
+    extents[node.extent.slot] = node.extent.capacity;
     if (node.begin + node.size > node.extent.capacity) wrong << "node " << id << " overflows its extent; ";
     if (!node.is_stale && find_child(node.parent, node.key, arena_.tokens(node.slot())) != id) {
       wrong << "node " << id << " is not found by its tokens; ";
@@ -512,6 +514,8 @@ std::string PrefixTree::check(const std::function<void(BlockId)>& visit) const {
     }
   }
   if (live != live_ || held != held_ || total != total_) wrong << "the totals differ from the nodes'; ";
+  uint32_t slots = 0;
+  for (const auto& [slot, capacity] : extents) slots += capacity;
   if (slots + arena_.num_free() != arena_.size()) wrong << "the arena lost slots; ";
   if (found + free_nodes_.size() + 1 != nodes_.size()) wrong << "nodes are lost; ";
   uint32_t cached = 0;

@@ -53,8 +53,10 @@ struct Match {
 
 class PrefixTree {
  public:
-  // Blocks come from `pool` and go back to it. `hash_mask` cripples the hash, for tests.
-  PrefixTree(BlockPool& pool, TokenCount block_size, uint64_t seed, uint64_t hash_mask = ~uint64_t{0});
+  // Blocks come from `pool` and go back to it. For tests: `hash_mask` cripples the hash, `slots` makes memory for runs
+  // short (0: plenty).
+  PrefixTree(BlockPool& pool, TokenCount block_size, uint64_t seed, uint64_t hash_mask = ~uint64_t{0},
+             uint32_t slots = 0);
 
   BlockCount live() const { return live_; }
   BlockCount cooling() const { return held_ - live_; }
@@ -65,24 +67,26 @@ class PrefixTree {
   // before the KV a step writes.
   Match match(const Namespace& key, std::span<const int32_t> tokens, StepSeq now) const;
 
-  struct Pinned {
-    NodeId node;
-    BlockCount blocks;
-  };
-  // Pins what matched, and writes its block ids to `blocks`. Fewer blocks than matched if the run can not be split for
-  // want of memory.
-  Pinned pin(const Match& match, BlockId* blocks);
+  // Pins what matched, and writes its block ids to `blocks`; the node that now ends where the match does.
+  NodeId pin(const Match& match, BlockId* blocks);
+  // Pins the first `blocks` blocks of a path that is pinned: it is `path` blocks long and ends at `end`. Also of a path
+  // that reset() has forgotten.
+  NodeId pin_part(NodeId end, BlockCount path, BlockCount blocks);
   // One more pin on a node that is pinned.
   void pin_again(NodeId node) { add_pin(node); }
   // A pin goes; what it held may be read by steps until thaw(), called once for every cool().
   void cool(NodeId node);
   void thaw(NodeId node);
 
+  struct Appended {
+    NodeId node;  // where the pin is now
+    BlockCount blocks;
+  };
   // Blocks [from, to) of a sequence, whose first `from` blocks are the path to `node` and pinned there, filled by step
   // `now`. The tree takes them (the caller gives up its reference) and moves the pin to where they end; it takes none
   // if somebody else's blocks with the same tokens are there already, and less than all if it runs out of memory.
-  Pinned append(NodeId node, const Namespace& key, const int32_t* tokens, const BlockId* blocks, BlockCount from,
-                BlockCount to, StepSeq now);
+  Appended append(NodeId node, const Namespace& key, const int32_t* tokens, const BlockId* blocks, BlockCount from,
+                  BlockCount to, StepSeq now);
 
   // The least recently used block goes back to the pool. cached() must not be 0.
   void evict();
@@ -143,6 +147,8 @@ class PrefixTree {
   uint32_t split(uint32_t node, uint32_t at);
   uint32_t make_node(uint32_t parent, const Namespace& key, const int32_t* tokens, const BlockId* blocks,
                      uint32_t count);
+  void shrink(Node& node) { arena_.shrink(node.extent, node.begin, node.size); }
+  bool move_run(Node& node, uint32_t capacity);
   bool extend(Node& node, const int32_t* tokens, const BlockId* blocks, uint32_t count);
   void remove(uint32_t node);
   void drop_blocks(Node& node);

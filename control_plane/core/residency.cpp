@@ -53,7 +53,8 @@ bool Residency::yield_one_behind(size_t index) {
   const bool is_first = index == 0 || is_same_group(0, index);
   // The first group alone, with nothing on its way back, can lack blocks only while its beams share in an unlucky way:
   // computed again they fit, as the gate made sure.
-  const bool is_stuck = is_first && state_.running[index].has_group && state_.session.in_flight() == StepSeq{0};
+  const bool is_stuck =
+      is_first && state_.running[index].has_group && state_.session.in_flight() == StepSeq{0} && plan_.yielding.empty();
   if (is_last && (!is_first || is_stuck) && !is_protected(index)) yield(index);
   return false;
 }

@@ -1,6 +1,7 @@
 // Results: tokens to their sequences, and the fences of retired steps opened. What the peer wrote is checked before it
 // is used.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "control_plane/core/scheduler.hpp"
@@ -125,8 +126,9 @@ void Scheduler::take_candidates(Sequence& sequence, std::span<const wire::Candid
   Group& group = *sequence.group;
   BeamSearch& beams = *group.beams;
   for (const wire::Candidate& candidate : candidates) {
-    if (candidate.token < 0)
-      fault("candidate " + std::to_string(candidate.token) + " for row " + text(sequence.row.value));
+    if (candidate.token >= 0 && !std::isnan(candidate.logprob)) continue;  // selecting needs an order
+    fault("candidate " + std::to_string(candidate.token) + " with log-probability " +
+          std::to_string(candidate.logprob) + " for row " + text(sequence.row.value));
   }
   if (shares_) shares_->charge_output(sequence.tenant);  // computed like any token, whether or not it is in a result
   beams.give(sequence.index, candidates);

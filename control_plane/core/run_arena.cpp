@@ -6,14 +6,15 @@
 
 namespace twinplane::core {
 
-RunArena::RunArena(BlockCount blocks, TokenCount block_size) : block_size_(block_size.value) {
-  const uint32_t slots = std::bit_ceil(2 * std::max(blocks.value, 1u));
+RunArena::RunArena(uint32_t at_least, TokenCount block_size) : block_size_(block_size.value) {
+  const uint32_t slots = std::bit_ceil(std::max(at_least, 1u));
   // Left as they come: pages are touched when a run first needs them.
   tokens_ = std::make_unique_for_overwrite<int32_t[]>(uint64_t{slots} * block_size_);
   blocks_ = std::make_unique_for_overwrite<BlockId[]>(slots);
   heads_.assign(static_cast<size_t>(std::countr_zero(slots)) + 1, kNone);
   links_.assign(slots, {kNone, kNone});
   orders_.assign(slots, kNotFree);
+  users_.assign(slots, 0);
   push(0, static_cast<uint32_t>(heads_.size()) - 1);
   num_free_ = slots;
 }
@@ -50,10 +51,35 @@ Extent RunArena::allocate(uint32_t blocks) {
     push(slot + (1u << order), order);
   }
   num_free_ -= 1u << order;
+  users_[slot] = 1;
   return {slot, 1u << order};
 }
 
 void RunArena::free(Extent extent) {
+  assert(users_[extent.slot] != 0);
+  if (--users_[extent.slot] == 0) free_piece(extent);
+}
+
+void RunArena::shrink(Extent& extent, uint32_t& begin, uint32_t size) {
+  if (users_[extent.slot] != 1) return;
+  while (extent.capacity > 1) {
+    const uint32_t half = extent.capacity / 2;
+    if (begin + size <= half) {
+      free_piece({extent.slot + half, half});
+    } else if (begin >= half) {
+      free_piece({extent.slot, half});
+      users_[extent.slot] = 0;
+      extent.slot += half;
+      users_[extent.slot] = 1;
+      begin -= half;
+    } else {
+      return;
+    }
+    extent.capacity = half;
+  }
+}
+
+void RunArena::free_piece(Extent extent) {
   assert(std::has_single_bit(extent.capacity) && extent.slot % extent.capacity == 0);
   num_free_ += extent.capacity;
   uint32_t slot = extent.slot;

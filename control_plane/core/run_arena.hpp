@@ -17,15 +17,23 @@ struct Extent {
   uint32_t capacity = 0;
 };
 
-// A buddy allocator (Knowlton, CACM 1965) over two parallel arrays made once. A run of n blocks takes less than 2n
-// slots, so with twice as many slots as there are blocks one more block always finds a place.
+// A buddy allocator (Knowlton, CACM 1965) over two parallel arrays made once. A run of n blocks that has an extent of
+// its own takes less than 2n slots.
 class RunArena {
  public:
-  RunArena(BlockCount blocks, TokenCount block_size);
+  // `slots`: at least, a power of two in fact.
+  RunArena(uint32_t slots, TokenCount block_size);
 
   // Room for `blocks`, or for as many as the largest free piece holds if that is less.
   Extent allocate(uint32_t blocks);
+
+  // One more run lives in the extent; it is free when as many have freed it.
+  void share(Extent extent) { ++users_[extent.slot]; }
   void free(Extent extent);
+
+  // Of an extent with one user, of which slots [begin, begin + size) are in use: gives the rest back as far as halves
+  // can be cut off, and moves `begin` along.
+  void shrink(Extent& extent, uint32_t& begin, uint32_t size);
 
   // The tokens and block ids of the extent that begins at `slot`.
   int32_t* tokens(uint32_t slot) { return tokens_.get() + uint64_t{slot} * block_size_; }
@@ -44,6 +52,7 @@ class RunArena {
     uint32_t previous, next;
   };
 
+  void free_piece(Extent piece);
   void push(uint32_t slot, uint32_t order);
   void unlink(uint32_t slot, uint32_t order);
 
@@ -53,6 +62,7 @@ class RunArena {
   std::vector<uint32_t> heads_;  // of the free lists, by order
   std::vector<Link> links_;      // by slot; of a free piece's first slot
   std::vector<uint8_t> orders_;  // by slot; the order of the free piece that begins here, or kNotFree
+  std::vector<uint32_t> users_;  // by slot; of the extent that begins here
   uint32_t num_free_ = 0;
 };
 

@@ -28,12 +28,16 @@ struct StepRecord {
   StepLoad load;
 };
 
+// Pins a row can let go of between two steps: its sequence's when it leaves, twice if its blocks turn out to be the
+// tree's already, then the sources of two copies of the next one.
+inline constexpr size_t kPinsPerRow = 4;
+
 // One attachment of one data plane. Step numbers begin at 0 in each.
 struct Session {
   Session(const Config& config, const Pool& p, const wire::Capacities& c)
       : pool(p),
         capacities(c),
-        blocks(p.num_blocks, p.block_size, size_t{config.max_rows} * 2 * (config.depth + 2)),
+        blocks(p.num_blocks, p.block_size, size_t{config.max_rows} * kPinsPerRow * (config.depth + 2)),
         host(p.num_host_blocks),
         rows(config.max_rows),
         records(config.depth, StepRecord(config.max_rows)) {}

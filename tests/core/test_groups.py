@@ -9,6 +9,7 @@ import pytest
 from core_device import EOS, VOCAB, Request, candidates_of
 from core_rig import Rig
 from twinplane.control_plane import _core
+from twinplane.shared import wire
 
 BLOCK = 4
 
@@ -189,6 +190,20 @@ def test_beams_of_different_widths_and_plain_requests_in_one_batch(cache: bool, 
         assert_beams(rig, request_id + 10, request)
 
 
+@pytest.mark.parametrize("request_", [Request(prompt(30), max_tokens=12, seed=7, n=3), Request(prompt(30), max_tokens=12, beam_width=3)])
+def test_a_cache_reset_in_any_phase_of_a_group_changes_nothing(request_: Request) -> None:
+    for turns in range(1, 14):
+        rig = Rig(max_chunk_tokens=8)
+        rig.submit(10, request_)
+        for _ in range(turns):
+            rig.turn()
+        rig.scheduler.reset_prefix_cache()
+        rig.check()
+        rig.run()
+        if request_.beam_width:
+            assert_beams(rig, 10, request_)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_beams_survive_preemption_and_a_lost_data_plane(depth: int) -> None:
     rig = Rig(num_blocks=40, depth=depth, max_rows=10)
@@ -245,3 +260,14 @@ def test_what_does_not_go_with_beams_is_refused() -> None:
     refusal = rig.submit(1, Request(prompt(5), stops=tuple(range(20)), beam_width=4))
     assert refusal is not None and refusal.reason == "NEVER_FITS" and "candidates" in refusal.message
     assert VOCAB > 2 * 6
+
+
+def test_a_candidate_that_has_no_order_stops_the_session() -> None:
+    rig = Rig()
+    rig.submit(10, Request(prompt(5), max_tokens=5, beam_width=3))
+    assert rig.tick() is not None
+    result = bytearray(rig.device.run_next())
+    at = wire.ResultSlotLayout(rig.capacities).candidates
+    np.frombuffer(result, wire.CANDIDATE, 1, at)["logprob"][0] = np.nan
+    with pytest.raises(Exception, match=r"broke the protocol: candidate .* log-probability"):
+        rig.scheduler.retire(bytes(result), rig.now)

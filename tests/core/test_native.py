@@ -44,7 +44,14 @@ def test_random_histories_of_the_scheduler_under_address_and_undefined_behaviour
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("hash_bits", ["0", "3", "64"])
 def test_A12_the_prefix_tree_against_a_map_whatever_the_hash(hash_bits: str) -> None:
-    sanitized("address", "prefix_tree_fuzz", "1", "20", hash_bits)
+    sanitized("address", "prefix_tree_fuzz", "1", "20", hash_bits, "0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("slots", ["8", "16", "32"])
+def test_the_prefix_tree_short_of_memory_for_runs_keeps_less_and_splits_all_the_same(slots: str) -> None:
+    sanitized("address", "prefix_tree_fuzz", "1", "20", "64", slots)
 
 
 @pytest.mark.slow

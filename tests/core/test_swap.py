@@ -71,3 +71,18 @@ def test_a_lost_data_plane_takes_what_was_swapped_with_it() -> None:
     rig.detach()
     rig.attach(24, 4, None)
     rig.run()
+
+
+def test_the_cache_may_have_got_more_meanwhile_than_was_saved() -> None:
+    rig = Rig(num_blocks=15, num_host_blocks=64, max_chunk_tokens=2, policy="priority")
+    rig.submit(0, Request(prompt(8, 1), max_tokens=12, priority=1))
+    rig.turn()
+    rig.submit(1, Request(prompt(40), max_tokens=4))
+    while not rig.stats().blocks_swapped_out:
+        assert rig.turn()
+    saved = rig.stats().blocks_swapped_out
+    rig.submit(2, Request(prompt(40), max_tokens=2, priority=2))  # computes the same prompt before the first one is back
+    before = rig.stats().prompt_tokens_computed
+    rig.run()
+    assert 0 < saved < 10 and rig.stats().blocks_swapped_in == saved
+    assert rig.stats().prompt_tokens_computed - before <= 41, "the prompt is computed once"

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "control_plane/core/bench/timings.hpp"
 #include "control_plane/core/prefix_tree.hpp"
 #include "shared/csrc/clock.hpp"
 
@@ -24,25 +25,21 @@ class Bench {
         blocks_per_prompt_(std::max(1u, options.tokens / options.block_size)),
         pool_({std::max(options.cached_blocks, blocks_per_prompt_)}),
         tree_(pool_, {options.block_size}, 1),
-        ids_(blocks_per_prompt_) {
+        ids_(blocks_per_prompt_),
+        times_(options.rounds) {
     while (pool_.free().value >= blocks_per_prompt_) insert();
   }
 
   void run() {
     for (uint32_t i = 0; i < options_.rounds; ++i) hit(prompts_[dice_() % prompts_.size()]);
-    std::ranges::sort(times_ns_);
     std::printf(
         "{\"tokens\": %u, \"cached_blocks\": %u, \"prompts\": %zu, \"p50_us\": %.3f, \"p99_us\": %.3f, \"max_us\": "
         "%.3f}\n",
-        options_.tokens, tree_.total().value, prompts_.size(), at(0.5), at(0.99), at(1.0));
+        options_.tokens, tree_.total().value, prompts_.size(), times_.us_at(0.5), times_.us_at(0.99),
+        times_.us_at(1.0));
   }
 
  private:
-  double at(double share) const {
-    const auto place = static_cast<size_t>(share * static_cast<double>(times_ns_.size()));
-    return static_cast<double>(times_ns_[std::min(times_ns_.size() - 1, place)]) / 1e3;
-  }
-
   void insert() {
     std::vector<int32_t> prompt(size_t{blocks_per_prompt_} * options_.block_size);
     for (int32_t& token : prompt) token = static_cast<int32_t>(dice_() % 50'000);
@@ -50,7 +47,8 @@ class Bench {
       std::copy_n(prompts_.back().begin(), blocks_per_prompt_ / 2 * options_.block_size, prompt.begin());
     }
     const Match match = tree_.match({}, prompt, ++step_);
-    const auto [node, found] = tree_.pin(match, ids_.data());
+    const NodeId node = tree_.pin(match, ids_.data());
+    const BlockCount found = match.blocks;
     for (uint32_t i = found.value; i < blocks_per_prompt_; ++i) ids_[i] = pool_.acquire();
     const auto [end, taken] = tree_.append(node, {}, prompt.data(), ids_.data(), found, {blocks_per_prompt_}, step_);
     for (uint32_t i = found.value; i < taken.value; ++i) pool_.hand_over(ids_[i]);
@@ -63,9 +61,9 @@ class Bench {
     ++step_;
     const uint64_t start_ns = shm::now_ns();
     const Match match = tree_.match({}, prompt, step_);
-    const auto [node, blocks] = tree_.pin(match, ids_.data());
-    times_ns_.push_back(shm::now_ns() - start_ns);
-    if (blocks.value != blocks_per_prompt_) std::fprintf(stderr, "a prompt is not found\n"), std::abort();
+    const NodeId node = tree_.pin(match, ids_.data());
+    times_.add(shm::now_ns() - start_ns);
+    if (match.blocks.value != blocks_per_prompt_) std::fprintf(stderr, "a prompt is not found\n"), std::abort();
     tree_.cool(node);
     tree_.thaw(node);
   }
@@ -76,7 +74,7 @@ class Bench {
   PrefixTree tree_;
   std::vector<BlockId> ids_;
   std::vector<std::vector<int32_t>> prompts_;
-  std::vector<uint64_t> times_ns_;
+  Timings times_;
   std::mt19937 dice_{1};
   StepSeq step_;
 };
@@ -85,8 +83,7 @@ class Bench {
 }  // namespace twinplane::core
 
 int main(int argc, char** argv) {
-  if (argc != 5) return std::fprintf(stderr, "usage: %s TOKENS CACHED_BLOCKS ROUNDS BLOCK_SIZE\n", argv[0]), 2;
-  uint32_t values[4];
-  for (int i = 0; i < 4; ++i) values[i] = static_cast<uint32_t>(std::strtoul(argv[i + 1], nullptr, 10));
-  twinplane::core::Bench({values[0], values[1], values[2], values[3]}).run();
+  const auto [tokens, cached_blocks, rounds, block_size] =
+      twinplane::core::arguments<4>(argc, argv, "TOKENS CACHED_BLOCKS ROUNDS BLOCK_SIZE");
+  twinplane::core::Bench({tokens, cached_blocks, rounds, block_size}).run();
 }
