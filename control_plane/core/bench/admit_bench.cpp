@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "control_plane/core/bench/timings.hpp"
 #include "control_plane/core/scheduler.hpp"
 #include "shared/csrc/clock.hpp"
 
@@ -45,7 +46,8 @@ class Bench {
         gate_(config_),
         scheduler_(config_, gate_, events_),
         step_(wire::StepSlotLayout(capacities_).bytes),
-        result_(wire::ResultSlotLayout(capacities_).bytes) {
+        result_(wire::ResultSlotLayout(capacities_).bytes),
+        times_(options.rounds) {
     scheduler_.attach(pool_, capacities_);
   }
 
@@ -53,20 +55,14 @@ class Bench {
     constexpr uint32_t kWarmUp = 3;
     for (uint32_t i = 0; i < kWarmUp + options_.rounds; ++i) {
       const uint64_t ns = admit_all();
-      if (i >= kWarmUp) times_ns_.push_back(ns);
+      if (i >= kWarmUp) times_.add(ns);
     }
-    std::ranges::sort(times_ns_);
     std::printf(
         "{\"requests\": %u, \"tokens\": %u, \"rounds\": %u, \"p50_us\": %.3f, \"p99_us\": %.3f, \"max_us\": %.3f}\n",
-        options_.requests, options_.tokens, options_.rounds, at(0.5), at(0.99), at(1.0));
+        options_.requests, options_.tokens, options_.rounds, times_.us_at(0.5), times_.us_at(0.99), times_.us_at(1.0));
   }
 
  private:
-  double at(double share) const {
-    const auto place = static_cast<size_t>(share * static_cast<double>(times_ns_.size()));
-    return static_cast<double>(times_ns_[std::min(times_ns_.size() - 1, place)]) / 1e3;
-  }
-
   // One round; what the tick took. All leave afterwards.
   uint64_t admit_all() {
     for (uint32_t i = 0; i < options_.requests; ++i) submit();
@@ -122,7 +118,7 @@ class Bench {
   std::vector<std::byte> step_;
   std::vector<std::byte> result_;
   std::vector<int32_t> prompt_;
-  std::vector<uint64_t> times_ns_;
+  Timings times_;
   std::mt19937 dice_{1};
   uint64_t next_id_ = 0;
 };
@@ -131,8 +127,7 @@ class Bench {
 }  // namespace twinplane::core
 
 int main(int argc, char** argv) {
-  if (argc != 5) return std::fprintf(stderr, "usage: %s REQUESTS TOKENS ROUNDS BLOCK_SIZE\n", argv[0]), 2;
-  uint32_t values[4];
-  for (int i = 0; i < 4; ++i) values[i] = static_cast<uint32_t>(std::strtoul(argv[i + 1], nullptr, 10));
-  twinplane::core::Bench({values[0], values[1], values[2], values[3]}).run();
+  const auto [requests, tokens, rounds, block_size] =
+      twinplane::core::arguments<4>(argc, argv, "REQUESTS TOKENS ROUNDS BLOCK_SIZE");
+  twinplane::core::Bench({requests, tokens, rounds, block_size}).run();
 }

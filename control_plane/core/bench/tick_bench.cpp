@@ -19,6 +19,7 @@
 #include <random>
 #include <vector>
 
+#include "control_plane/core/bench/timings.hpp"
 #include "control_plane/core/scheduler.hpp"
 #include "shared/csrc/clock.hpp"
 
@@ -117,16 +118,16 @@ class Bench {
         gate_(config_),
         scheduler_(config_, gate_, events_),
         steps_(options.depth, std::vector<std::byte>(wire::StepSlotLayout(capacities_).bytes)),
-        result_(wire::ResultSlotLayout(capacities_).bytes) {
+        result_(wire::ResultSlotLayout(capacities_).bytes),
+        times_(3 * options.output + options.ticks) {
     scheduler_.attach(pool_, capacities_);
     newcomers_.reserve(config_.max_live());
-    times_ns_.reserve(options.ticks);
   }
 
   void run() {
     // Every row has been opened, closed and opened again before the first tick that counts.
     for (uint32_t i = 0; i < 3 * options_.output; ++i) turn();
-    times_ns_.clear();
+    times_.clear();
     heap_operations = growths_ = admissions_ = seqs_ = 0;
     system_calls = 0;
     before_ = scheduler_.counters();
@@ -151,7 +152,7 @@ class Bench {
     events_.flush();
     dispatch = SYSCALL_DISPATCH_FILTER_ALLOW;
     is_counting = false;
-    times_ns_.push_back(shm::now_ns() - start_ns);
+    times_.add(shm::now_ns() - start_ns);
 
     newcomers_.clear();
     retired_ += has_result;
@@ -213,12 +214,6 @@ class Bench {
   }
 
   void report() {
-    std::ranges::sort(times_ns_);
-    const auto at = [this](double share) {
-      return static_cast<double>(times_ns_[std::min(
-                 times_ns_.size() - 1, static_cast<size_t>(share * static_cast<double>(times_ns_.size())))]) /
-             1e3;
-    };
     const double ticks = options_.ticks;
     const Counters& after = scheduler_.counters();
     uint64_t finished = 0;
@@ -226,7 +221,7 @@ class Bench {
     std::printf(
         "{\"running\": %u, \"ticks\": %u, \"p50_us\": %.3f, \"p99_us\": %.3f, \"p999_us\": %.3f, \"max_us\": %.3f, "
         "\"allocations_per_tick\": %.6f, \"syscalls_per_tick\": ",
-        options_.running, options_.ticks, at(0.5), at(0.99), at(0.999), at(1.0),
+        options_.running, options_.ticks, times_.us_at(0.5), times_.us_at(0.99), times_.us_at(0.999), times_.us_at(1.0),
         static_cast<double>(heap_operations) / ticks);
     if (has_watch_) {
       std::printf("%.6f", static_cast<double>(system_calls) / ticks);
@@ -254,7 +249,7 @@ class Bench {
   std::vector<std::byte> result_;
   std::vector<std::unique_ptr<Sequence>> newcomers_;
   std::vector<int32_t> prompt_;
-  std::vector<uint64_t> times_ns_;
+  Timings times_;
   std::mt19937 dice_{1};
   Counters before_;
   uint64_t next_id_ = 0, sent_ = 0, retired_ = 0;
@@ -267,10 +262,7 @@ class Bench {
 }  // namespace twinplane::core
 
 int main(int argc, char** argv) {
-  if (argc != 8)
-    return std::fprintf(stderr, "usage: %s RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT\n", argv[0]), 2;
-  uint32_t values[7];
-  for (int i = 0; i < 7; ++i) values[i] = static_cast<uint32_t>(std::strtoul(argv[i + 1], nullptr, 10));
-  const twinplane::core::Options options{values[0], values[1], values[2], values[3], values[4], values[5], values[6]};
-  twinplane::core::Bench(options).run();
+  using namespace twinplane::core;
+  const auto v = arguments<7>(argc, argv, "RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT");
+  Bench({v[0], v[1], v[2], v[3], v[4], v[5], v[6]}).run();
 }
