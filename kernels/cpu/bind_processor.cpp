@@ -1,6 +1,7 @@
 // Processor, threads, and the measurements that benchmarks hold kernels against.
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -75,10 +76,18 @@ double measure_read_bandwidth(int64_t megabytes) {
   return best;
 }
 
-void prefer_huge_pages_py(nb::handle object) {
+void clear(nb::handle object) {
   const Array array(object, "array");
   array.contiguous().writable();
-  prefer_huge_pages(array.data<void>(), static_cast<size_t>(array.elements() * array.item_bytes()));
+  char* const data = array.data<char>();
+  const int64_t bytes = array.elements() * array.item_bytes();
+  const nb::gil_scoped_release unlocked;
+  prefer_huge_pages(data, static_cast<size_t>(bytes));
+  // The kernel clears a page when it is first touched, and that takes longer than writing it: all threads share it.
+  constexpr int64_t kPiece = int64_t{8} << 20;
+  Pool::instance().run((bytes + kPiece - 1) / kPiece, 0, [&](int64_t i, void*) {
+    std::memset(data + i * kPiece, 0, static_cast<size_t>(std::min(kPiece, bytes - i * kPiece)));
+  });
 }
 
 double measure_fma_rate() {
@@ -123,7 +132,7 @@ void bind_processor(nb::module_& m) {
   m.def("cpus_granted", cpus_granted);
   m.def("threads", [] { return Pool::instance().threads(); });
   m.def("set_threads", set_threads, nb::arg("n"), unlocked);
-  m.def("prefer_huge_pages", prefer_huge_pages_py, nb::arg("array"));
+  m.def("clear", clear, nb::arg("array"));
   m.def("measure_read_bandwidth", measure_read_bandwidth, nb::arg("megabytes") = 256, unlocked);
   m.def("measure_fma_rate", measure_fma_rate, unlocked);
   m.def("claimed_tiles", claimed_tiles, nb::arg("tiles"), nb::arg("delays_us"));

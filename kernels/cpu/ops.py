@@ -173,10 +173,10 @@ def allocate_kv(
     tiles, powers = block_size // KEY_TILE, int(dtype == torch.float8_e4m3fn)
     values = (block_size * (v_head_dim + 1),) if powers else (block_size, v_head_dim)
     stored = torch.uint8 if powers else dtype
-    k_cache = torch.zeros(num_blocks, num_kv_heads, tiles, head_dim + powers, KEY_TILE, dtype=stored, device=device)
-    v_cache = torch.zeros(num_blocks, num_kv_heads, *values, dtype=stored, device=device)
+    k_cache = torch.empty(num_blocks, num_kv_heads, tiles, head_dim + powers, KEY_TILE, dtype=stored, device=device)
+    v_cache = torch.empty(num_blocks, num_kv_heads, *values, dtype=stored, device=device)
     for cache in (k_cache, v_cache):
-        _cpu.prefer_huge_pages(cache)
+        _cpu.clear(cache)
     return k_cache, v_cache
 
 

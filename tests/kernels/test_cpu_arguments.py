@@ -146,9 +146,13 @@ def test_elementwise_kernels_name_the_argument() -> None:
     refused("^logits has no columns", _cpu.argmax, torch.zeros(2, 0), torch.zeros(2, dtype=torch.int32))
 
 
-def test_huge_pages_are_asked_for_whole_arrays_only() -> None:
-    refused("^array must be contiguous", _cpu.prefer_huge_pages, torch.zeros(4, 4).T[:, :2])
-    large = torch.zeros(3 << 20)
-    for array in (torch.zeros(0), torch.zeros(5), large):
-        _cpu.prefer_huge_pages(array)  # a wish: nothing to see but that nothing breaks
-    assert not large.any()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [0, 1, 5, (3 << 20) + 7, (8 << 20) + 1])
+def test_clear_reaches_every_byte_and_no_other(size: int, dtype: torch.dtype) -> None:
+    array = torch.ones(size + 2, dtype=dtype)
+    _cpu.clear(array[1 : size + 1])
+    assert not array[1 : size + 1].any() and array[0] == 1 == array[-1]
+
+
+def test_clear_takes_whole_arrays_only() -> None:
+    refused("^array must be contiguous", _cpu.clear, torch.zeros(4, 4).T[:, :2])
