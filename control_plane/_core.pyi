@@ -178,8 +178,8 @@ class EngineCore:
         """
     def reset_prefix_cache(self) -> None:
         """Nothing cached so far is found any more. Waits for the core's thread."""
-    def activate(self) -> None:
-        """The data plane is ready: steps may be sent."""
+    def activate(self, *, swap_block_ns: int = 0) -> None:
+        """The data plane is ready: steps may be sent. ``swap_block_ns``: to move a block to the host's pool and back; 0 = not known."""
     def detach(self, *, step_failed: bool = False) -> None:
         """The data plane is gone: everything running is put back to be recomputed. Returns when the core has let go of the mapping."""
     def submit(self, request_id: int, prompt: NDArray[np.int32], params: RequestParams) -> Refusal | None: ...

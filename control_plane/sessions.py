@@ -31,8 +31,6 @@ _DRAIN_WAIT_S = 2.0  # for the data plane to finish its step and hang up
 
 logger = log.get_logger(__name__)
 
-_SWAP_BYTES_PER_NS = 4.0  # what a block moves at between the two pools, either way: a slow PCIe link, or one core copying memory
-
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
@@ -148,9 +146,9 @@ class SessionManager:
         try:
             async for message in link:
                 if isinstance(message, messages.Ready):
-                    self._core.activate()
+                    self._core.activate(swap_block_ns=message.swap_block_ns)
                     self._enter(EngineState.READY)
-                    logger.info("ready", phases=message.phases, summary=message.summary)
+                    logger.info("ready", phases=message.phases, summary=message.summary, swap_block_us=message.swap_block_ns / 1e3)
                 elif isinstance(message, messages.Fatal):
                     logger.error("data_plane_failed", error=message.error, detail=message.detail)
         finally:
@@ -174,12 +172,7 @@ class SessionManager:
     async def _attach(self, link: DataPlaneLink) -> None:
         """Create the session's segment, attach the core, and welcome the data plane."""
         hello = link.hello
-        pool = _core.Pool(
-            num_blocks=hello.num_blocks,
-            block_size=hello.block_size,
-            num_host_blocks=hello.num_host_blocks,
-            swap_block_ns=int(2 * hello.kv_bytes_per_block / _SWAP_BYTES_PER_NS),
-        )
+        pool = _core.Pool(num_blocks=hello.num_blocks, block_size=hello.block_size, num_host_blocks=hello.num_host_blocks)
         self._epoch += 1
         segment = await asyncio.to_thread(create_segment, self._instance, _core.capacities_for(self._config, pool), self._epoch)
         try:

@@ -28,6 +28,7 @@ from twinplane.data_plane.loader import WeightSource, open_weights
 from twinplane.data_plane.memory import MemoryPlan, Needs, make_plan
 from twinplane.data_plane.models.base import BuildContext, Model, ModelShape, WeightFormat
 from twinplane.data_plane.models.registry import model_class, text_config
+from twinplane.data_plane.moves import measure_swap_ns
 from twinplane.data_plane.worker import StepFailedError, Worker
 from twinplane.shared import messages, supervision, wire
 from twinplane.shared._shm import DataEnd, ProtocolError
@@ -82,6 +83,7 @@ class DataPlane:
         self._source: WeightSource | None = open_weights(self._model.card)  # damaged files are found before anything is attached
         self._plan = self._make_plan(self._source)
         self._loaded = False
+        self._swap_block_ns = 0  # measured once loaded
 
     # ------------------------------------------------------------------------------------------- plan
 
@@ -209,9 +211,9 @@ class DataPlane:
                 raise
             self._loaded = True
         summary = f"{self._model.card.architecture}, {self._model.format.name}, {self._plan.kv_tokens} KV tokens"
-        lifeline.send(messages.Ready(phases=phases, summary=summary))
+        lifeline.send(messages.Ready(phases=phases, summary=summary, swap_block_ns=self._swap_block_ns))
         supervision.notify_ready()
-        log.info("ready", phases=phases, summary=summary)
+        log.info("ready", phases=phases, summary=summary, swap_block_us=self._swap_block_ns / 1e3)
 
     def _hello(self) -> messages.Hello:
         plan, pid = self._plan, os.getpid()
@@ -249,6 +251,9 @@ class DataPlane:
             for num_tokens in _WARM_UP_TOKENS:
                 if num_tokens <= min(self._plan.kv_tokens, self._plan.max_model_len):
                     self._device.forward(_warm_up_batch(num_tokens, self._plan.spec.block_size))
+            self._swap_block_ns = measure_swap_ns(
+                self._device, num_blocks=self._plan.num_blocks, num_host_blocks=self._plan.num_host_blocks
+            )
         return phases
 
     def _load_weights(self, lifeline: LifelineClient) -> None:

@@ -5,6 +5,7 @@ All of them are checked before the first is done: a wrong block number would ove
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,29 @@ from numpy.typing import NDArray
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.rows import StepError
 from twinplane.data_plane.step import StepView
+from twinplane.shared import wire
+
+_MEASURED_BLOCKS = 8  # moved at once, about what a sequence has
+_MEASUREMENTS = 5
+
+
+def measure_swap_ns(device: Device, *, num_blocks: int, num_host_blocks: int) -> int:
+    """What moving one block to the host's pool and back takes, in nanoseconds; 0 without such a pool.
+
+    The median of a few round trips of the pools' first blocks, whose contents are kept. To be called while nobody else uses the device.
+    """
+    count = min(_MEASURED_BLOCKS, num_blocks, num_host_blocks)
+    if not count:
+        return 0
+    swaps = np.zeros(count, dtype=wire.BLOCK_SWAP)
+    swaps["device"] = swaps["host"] = np.arange(count)
+    taken = []
+    for _ in range(_MEASUREMENTS + 1):
+        started = time.perf_counter_ns()
+        device.swap_out(swaps)
+        device.swap_in(swaps)
+        taken.append(time.perf_counter_ns() - started)
+    return max(1, int(np.median(taken[1:])) // count)  # the first is there to warm up
 
 
 class BlockMover:

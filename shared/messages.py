@@ -88,6 +88,7 @@ class Ready:
     type: ClassVar[str] = "ready"
     phases: dict[str, float] = field(default_factory=dict)  # name: seconds
     summary: str = ""
+    swap_block_ns: int = 0  # measured: one block to the host's pool and back; 0 = there is no such pool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,17 +36,19 @@ class Budget {
   // the latency target; nobody waits for a step without.
 
   // Prompt tokens this step has room for.
-  TokenCount allowance() const { return within_target(tokens_, TokenCount{0}); }
+  TokenCount allowance() const { return within_target(tokens_, TokenCount{0}, 0); }
 
-  // What this step has for the next chunk of a sequence with `rest` tokens to go behind `context`; 0 if nothing.
-  TokenCount chunk_for(TokenCount rest, TokenCount context) const {
-    return within_target(std::min({rest, chunk_cap_, tokens_}), context);
+  // What this step has for the next chunk of a sequence with `rest` tokens to go behind `context`, once `swaps` blocks
+  // of it were moved here; 0 if nothing.
+  TokenCount chunk_for(TokenCount rest, TokenCount context, uint32_t swaps = 0) const {
+    return within_target(std::min({rest, chunk_cap_, tokens_}), context, swaps);
   }
 
-  TokenCount take_chunk(TokenCount rest, TokenCount context) {
-    const TokenCount tokens = chunk_for(rest, context);
+  TokenCount take_chunk(TokenCount rest, TokenCount context, uint32_t swaps = 0) {
+    const TokenCount tokens = chunk_for(rest, context, swaps);
     if (tokens == TokenCount{0}) return tokens;
     tokens_ -= tokens;
+    load_.swaps += swaps;
     load_.add_chunk(tokens.value, context.value);
     return tokens;
   }
@@ -61,9 +63,11 @@ class Budget {
   }
 
  private:
-  TokenCount within_target(TokenCount tokens, TokenCount context) const {
+  TokenCount within_target(TokenCount tokens, TokenCount context, uint32_t swaps) const {
     if (target_us_ == 0 || load_.decodes == 0) return tokens;
-    const TokenCount affordable{costs_.affordable(load_, context.value, target_us_)};
+    StepLoad load = load_;
+    load.swaps += swaps;
+    const TokenCount affordable{costs_.affordable(load, context.value, target_us_)};
     return std::min(tokens, load_.chunks == 0 ? std::max(affordable, kLeastChunkTokens) : affordable);
   }
 

@@ -101,7 +101,7 @@ bool Scheduler::is_worth_swapping(std::span<Sequence* const> victims, const Step
         session_->costs.prefill_us(victim->num_computed.value - known, known, config_.max_chunk_tokens.value);
   }
   if (blocks > session_->host.free() || blocks.value > step.room_for_swap_outs()) return false;
-  return blocks.value * 1e-3 * session_->pool.swap_block_ns < recompute_us;
+  return session_->costs.swap_us(blocks) < recompute_us;
 }
 
 void Scheduler::swap_out(Sequence& sequence, StepWriter& step) {
@@ -157,6 +157,7 @@ void Scheduler::send(StepWriter& step, Nanos now) {
 
   StepRecord& record = session_->record(session_->sent);
   record.load = planner_.load();
+  record.load.swaps = step.num_swaps();
   if (record.load.chunks != 0) counters_.chunk_allowance = planner_.chunk_allowance().value;
   if (session_->idle_since != Nanos{0}) counters_.host_gap_ns += (now - session_->idle_since).value;
   session_->idle_since = {0};

@@ -49,7 +49,7 @@ struct Pool {
   BlockCount num_blocks;
   TokenCount block_size;
   BlockCount num_host_blocks;  // of the swap pool; 0 = preemption recomputes
-  uint32_t swap_block_ns = 0;  // what moving one block there and back again takes
+  uint32_t swap_block_ns = 0;  // what moving one block there and back again takes; 0 = nobody knows yet
 };
 
 // Capacities that suit config and pool.

@@ -7,7 +7,7 @@
 namespace twinplane::core {
 namespace {
 
-enum Feature : size_t { kConstant, kDecodes, kDecodeContext, kChunks, kChunkTokens, kChunkPairs };
+enum Feature : size_t { kConstant, kDecodes, kDecodeContext, kChunks, kChunkTokens, kChunkPairs, kSwaps };
 
 constexpr double kForgetting = 1.0 - 1.0 / 128;  // per step of a kind
 constexpr double kPriorWeight = 1e-4;            // of the prior, beside 1 for a step
@@ -31,24 +31,22 @@ constexpr double kWidening = 2.0;
 constexpr uint32_t kNarrowing = 16;
 constexpr uint32_t kFirstWidth = 16;
 
-// Microseconds per unit of each feature on a slow device (250 prompt tokens a second), in the order of Feature.
-constexpr std::array<double, 6> kPrior = {5'000, 2'000, 1, 1'000, 4'000, 0.1};
-
 }  // namespace
 
 // In units of the prior's costs, which differ by orders of magnitude: what is learned is how many times as dear as the
 // prior each feature is.
-CostModel::Vector CostModel::features(const StepLoad& load) {
-  Vector x = kPrior;
+CostModel::Vector CostModel::features(const StepLoad& load) const {
+  Vector x = prior_;
   x[kDecodes] *= load.decodes;
   x[kDecodeContext] *= static_cast<double>(load.decode_context);
   x[kChunks] *= load.chunks;
   x[kChunkTokens] *= load.chunk_tokens;
   x[kChunkPairs] *= static_cast<double>(load.chunk_pairs);
+  x[kSwaps] *= load.swaps;
   return x;
 }
 
-double CostModel::cost_us(size_t feature) const { return costs_[feature] * kPrior[feature]; }
+double CostModel::cost_us(size_t feature) const { return costs_[feature] * prior_[feature]; }
 
 double CostModel::predict_us(const StepLoad& load) const {
   const Vector x = features(load);
@@ -82,16 +80,22 @@ bool CostModel::is_trusted() const {
   return mixed.seen >= kSeenToTrust && mixed.spread <= kSpreadToTrust;
 }
 
+double CostModel::swap_us(BlockCount blocks) const { return 2.0 * blocks.value * cost_us(kSwaps); }
+
+void CostModel::expect_swap_us(double us) { prior_[kSwaps] = us; }
+
 void CostModel::observe(const StepLoad& load, double measured_us) {
   if (!(measured_us > 0)) return;
   Kind& kind = kinds_[load.chunks != 0 ? kMixed : kDecodesOnly];
   const double expected = std::max(predict_us(load), 1e-3);
   const double residual = measured_us / expected - 1;
   // Early on the prior's errors are taken as they are; later a step that is far off moves the fit by a bounded amount.
-  const bool is_learning = kind.seen < kSeenToTrust;
+  // So are those of the first steps that swap, which may come late.
+  const bool is_learning = kind.seen < kSeenToTrust || (load.swaps != 0 && swaps_seen_ < kSeenToTrust);
   const double bound = kOutlier * kind.spread;
   const double y = is_learning ? measured_us : expected * (1 + std::clamp(residual, -bound, bound));
   note_residual(kind, residual);
+  if (load.swaps != 0) ++swaps_seen_;
 
   const Vector x = features(load);
   // Relative errors count: without this, the longest steps alone would decide. The larger of the two, so that a first

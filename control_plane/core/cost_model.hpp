@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "control_plane/core/types.hpp"
+
 namespace twinplane::core {
 
 // What one step computes, as far as its time depends on it.
@@ -19,6 +21,7 @@ struct StepLoad {
   uint32_t chunk_tokens = 0;    // of these
   uint64_t decode_context = 0;  // KV positions the decodes read, summed
   uint64_t chunk_pairs = 0;     // (query, key) pairs of the chunks' attention: n tokens behind c make n * (c + (n+1)/2)
+  uint32_t swaps = 0;           // blocks moved between the two pools, either way
 
   void add_decode(uint32_t context) {
     ++decodes;
@@ -50,11 +53,18 @@ class CostModel {
   // is refused for a reason.
   bool is_trusted() const;
 
+  // What moving so many blocks to the host's pool and back again takes, in microseconds.
+  double swap_us(BlockCount blocks) const;
+
+  // Before the first step: what moving one block one way takes, as the data plane measured it. Steps that swap may say
+  // otherwise later.
+  void expect_swap_us(double us);
+
   // A step took so long. Times that are none (zero, negative, NaN) are not taken.
   void observe(const StepLoad& load, double measured_us);
 
  private:
-  static constexpr size_t kFeatures = 6;
+  static constexpr size_t kFeatures = 7;
   using Vector = std::array<double, kFeatures>;
 
   enum KindIndex : size_t { kDecodesOnly, kMixed, kNumKinds };
@@ -71,7 +81,10 @@ class CostModel {
     uint32_t surprises = 0;  // in a row
   };
 
-  static Vector features(const StepLoad& load);
+  // Microseconds per unit of each feature on a slow device (250 prompt tokens a second), in the order of Feature.
+  static constexpr Vector kPrior = {5'000, 2'000, 1, 1'000, 4'000, 0.1, 1'000};
+
+  Vector features(const StepLoad& load) const;
   double cost_us(size_t feature) const;
   bool is_free(size_t feature) const { return (free_ >> feature & 1) != 0; }
   void note_residual(Kind& kind, double residual);
@@ -79,8 +92,10 @@ class CostModel {
   void minimize_over_free();
 
   std::array<Kind, kNumKinds> kinds_;
-  Vector costs_ = {1, 1, 1, 1, 1, 1};      // of each feature, in multiples of the prior's; all >= 0
+  Vector prior_ = kPrior;
+  Vector costs_ = {1, 1, 1, 1, 1, 1, 1};   // of each feature, in multiples of the prior's; all >= 0
   uint32_t free_ = (1u << kFeatures) - 1;  // bit j: cost j is not held at zero
+  uint64_t swaps_seen_ = 0;                // steps with some
   uint32_t widest_ = 0;                    // most chunk tokens of a step, lately
 };
 

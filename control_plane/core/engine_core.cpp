@@ -81,9 +81,10 @@ void EngineCore::attach(int segment_fd, const wire::Capacities& capacities, uint
   on_core([&] { attach_on_core(segment_fd, capacities, epoch, pool); });
 }
 
-void EngineCore::activate() {
-  on_core([this] {
+void EngineCore::activate(Nanos swap_block) {
+  on_core([this, swap_block] {
     if (link_ == nullptr) throw std::logic_error("no session is attached");
+    if (swap_block != Nanos{0}) scheduler_.expect_swaps(swap_block);
     link_->is_active = true;
   });
 }

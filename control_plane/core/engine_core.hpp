@@ -73,8 +73,9 @@ class EngineCore {
   // std::invalid_argument, std::logic_error.
   void attach(int segment_fd, const wire::Capacities& capacities, uint64_t epoch, const Pool& pool);
 
-  // The data plane is ready: steps may be sent.
-  void activate();
+  // The data plane is ready: steps may be sent. `swap_block` is what it takes to move one block to the host's pool and
+  // back, 0 = unknown.
+  void activate(Nanos swap_block);
 
   // The data plane is gone. When this returns the core has let go of the mapping.
   void detach(SessionEnd end);

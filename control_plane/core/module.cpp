@@ -268,7 +268,9 @@ void bind_engine(nb::module_& m) {
           [](EngineCore& self, int segment_fd, const std::vector<uint32_t>& capacities, uint64_t epoch,
              const Pool& pool) { self.attach(segment_fd, to_capacities(capacities), epoch, pool); },
           "segment_fd"_a, "capacities"_a, "epoch"_a, "pool"_a, Released())
-      .def("activate", &EngineCore::activate, Released())
+      .def(
+          "activate", [](EngineCore& self, uint64_t swap_block_ns) { self.activate({swap_block_ns}); }, nb::kw_only(),
+          "swap_block_ns"_a = 0, Released())
       .def("reset_prefix_cache", &EngineCore::reset_prefix_cache, Released())
       .def(
           "detach", [](EngineCore& self, bool step_failed) { self.detach(session_end(step_failed)); }, nb::kw_only(),

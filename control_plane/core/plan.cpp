@@ -158,10 +158,11 @@ std::optional<Admission> Planner::next_admission(const State& state) {
     if (!need.is_ready || need.swaps > state.session.capacities.max_swaps - swapped_in_) break;
     if (!has_room(state, need, match)) break;
     const TokenCount rest = sequence.known() - hit();
-    if (budget_->chunk_for(rest, hit()) == TokenCount{0} || !budget_->take_opening(need.blocks, need.words)) break;
+    if (budget_->chunk_for(rest, hit(), need.swaps) == TokenCount{0} || !budget_->take_opening(need.blocks, need.words))
+      break;
     has_offered_ = true;
     swapped_in_ += need.swaps;
-    return Admission{&sequence, match, budget_->take_chunk(rest, hit())};
+    return Admission{&sequence, match, budget_->take_chunk(rest, hit(), need.swaps)};
   }
   return std::nullopt;
 }

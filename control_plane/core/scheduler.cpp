@@ -28,6 +28,7 @@ void Scheduler::attach(const Pool& pool, const wire::Capacities& capacities) {
   if (session_) throw std::logic_error("a session is attached already: detach it first");
   check_capacities(config_, pool, capacities);
   session_.emplace(config_, pool, capacities);
+  if (pool.swap_block_ns != 0) expect_swaps({pool.swap_block_ns});
   gate_.set_pool(pool, {capacities.max_extra_words});
   Line& waiting = population_.waiting;
   for (size_t i = 0; i < waiting.size();) {

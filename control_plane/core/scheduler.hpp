@@ -67,6 +67,10 @@ class Scheduler {
   // ends. Without a session, nothing.
   void detach(SessionEnd end);
 
+  // The session's data plane has measured what moving one block to the host's pool and back takes. Before the first
+  // step.
+  void expect_swaps(Nanos per_block) { session_->costs.expect_swap_us(static_cast<double>(per_block.value) / 2e3); }
+
   bool is_attached() const { return session_.has_value(); }
 
   // --- requests ----------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class StepWriter {
   // Room for so many more swaps in one direction.
   uint32_t room_for_swap_outs() const { return capacities_.max_swaps - counts_.num_swap_outs; }
   uint32_t room_for_swap_ins() const { return capacities_.max_swaps - counts_.num_swap_ins; }
+  uint32_t num_swaps() const { return counts_.num_swap_outs + counts_.num_swap_ins; }
   void swap_out(BlockId block, HostBlockId host) {
     assert(room_for_swap_outs() != 0);
     region<wire::BlockSwap>(layout_.swap_outs)[counts_.num_swap_outs++] = {block.value, host.value};

@@ -31,11 +31,11 @@ class Stream:
         return [(b - a) / 1e3 for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
-def linear_cost(*, constant: float, decode: float, token: float, context: float = 0.0, pair: float = 0.0) -> Cost:
+def linear_cost(*, constant: float, decode: float, token: float, context: float = 0.0, pair: float = 0.0, swap: float = 0.0) -> Cost:
     """A device whose steps cost exactly what the model supposes; microseconds per unit."""
 
     def cost(step: Step) -> float:
-        total = constant
+        total = constant + swap * (len(step.swap_outs) + len(step.swap_ins))
         for seq in step.seqs:
             n, past = int(seq["num_tokens"]), int(seq["position"])
             if seq["flags"] & wire.SeqFlag.CHUNK:
@@ -50,13 +50,15 @@ def linear_cost(*, constant: float, decode: float, token: float, context: float 
 class TimedRig:
     """Runs steps back to back, as a data plane does that always finds the next one in the ring."""
 
-    def __init__(self, cost: Cost, *, num_blocks: int = 4096, block_size: int = 16, **config: Any) -> None:
+    def __init__(
+        self, cost: Cost, *, num_blocks: int = 4096, block_size: int = 16, host_blocks: int = 0, swap_block_ns: int = 0, **config: Any
+    ) -> None:
         settings = {"max_rows": 32, "max_step_tokens": 2048, "max_chunk_tokens": 2048, "max_model_len": 8192} | config
         self.cost = cost
         self.depth = int(settings.get("depth", 2))
         core_config = _core.CoreConfig(**settings)
         self.scheduler = _core.Scheduler(core_config)
-        pool = _core.Pool(num_blocks=num_blocks, block_size=block_size)
+        pool = _core.Pool(num_blocks=num_blocks, block_size=block_size, num_host_blocks=host_blocks, swap_block_ns=swap_block_ns)
         self.capacities = wire.Capacities(*_core.capacities_for(core_config, pool))
         self.scheduler.attach(pool, list(self.capacities))
         self.now = 1_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -89,6 +90,7 @@ def test_a_session_from_hello_to_drain(config, model_path):
         seen = control.until_ready()
         progress = [m for m in seen if isinstance(m, messages.Progress) and m.phase == "weights"]
         assert progress[-1].done == progress[-1].total > 0
+        assert seen[-1].swap_block_ns == 0, "there is no swap pool"
         assert set(seen[-1].phases) == {"weights", "kv_cache", "warm_up"}
         assert control.peer["heartbeat_ns"] > 0
         text = prompts((21,))[0]
@@ -103,6 +105,18 @@ def _reference(model_path, text: list[int], new: int) -> list[int]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     return reference_tokens(model, [text], new)[0]
+
+
+def test_the_cost_of_swapping_is_measured_once_and_told_every_control_plane(config):
+    config = dataclasses.replace(config, swap_space=1 << 18)
+    with running(config):
+        told = []
+        for epoch in (1, 2):
+            with ControlStub(config.instance, epoch) as control:
+                control.accept()
+                control.welcome()
+                told.append(control.until_ready()[-1].swap_block_ns)
+    assert told[0] == told[1] > 0
 
 
 def test_a_dead_control_plane_leaves_the_weights_loaded_and_its_successor_is_served(config):

@@ -7,6 +7,7 @@ import tiny_models
 import torch
 from planner import Result, StepBuilder, run_step
 from tiny_models import NATIVE, Served
+from twinplane.data_plane.moves import measure_swap_ns
 from twinplane.data_plane.worker import StepFailedError
 from twinplane.shared.wire import RowFlag, StepStatus
 
@@ -104,6 +105,17 @@ def test_one_step_saves_restores_and_copies_in_this_order(served):
     step.sequence(9, 16, [5], samples=True)
     other.writes.append((9, 1, 52))
     assert run_step(worker, rings, other).entries[0].tobytes() == run_step(alone, alone_rings, step).entries[0].tobytes()
+
+
+def test_measuring_swaps_leaves_both_pools_as_they_were(path):
+    served = Served(path, num_host_blocks=8)
+    worker, rings = served.session()
+    prefill(worker, rings, blocks=(3, 4))
+    tensors = (*served.device._cache.k, *served.device._cache.v)
+    before = [tensor.clone() for tensor in tensors]
+    assert measure_swap_ns(served.device, num_blocks=64, num_host_blocks=8) > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    assert measure_swap_ns(served.device, num_blocks=64, num_host_blocks=0) == 0
 
 
 FAULTS = {

@@ -81,6 +81,8 @@ def test_A06_tokens_survive_preemption_in_a_pool_of_a_fraction_of_the_need(
         assert sum(event.get("preemptions", 0) for event in server.log_events()) > 0, "the pool was too large to force a preemption"
         with Client(server.address) as client:
             assert client.load().used_kv_blocks == 0
+    measured = [event["swap_block_us"] > 0 for event in server.log_events() if "swap_block_us" in event]
+    assert measured == [swap != "0"] * 2, "told by the data plane and taken in by the control plane"
     swapped = next(event["swapped_blocks"] for event in server.log_events() if event["event"] == "scheduler")
     assert (swapped > 0) == (swap != "0")
 

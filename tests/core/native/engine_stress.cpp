@@ -171,7 +171,7 @@ void stress(int seconds) {
     const Pool pool{{static_cast<uint32_t>(20 + epoch % 7 * 5)}, {4}};
     DataPlane plane(config, epoch, pool);
     core.attach(plane.fd(), plane.capacities(), epoch, pool);
-    core.activate();
+    core.activate(Nanos{0});
     for (uint64_t i = producers.size(); i < kProducers; ++i) {
       producers.emplace_back([&, i] { produce(core, ledger, i, stop); });
     }
@@ -182,7 +182,7 @@ void stress(int seconds) {
   const Pool pool{{40}, {4}};
   DataPlane plane(config, 1'000'000, pool);
   core.attach(plane.fd(), plane.capacities(), 1'000'000, pool);
-  core.activate();
+  core.activate(Nanos{0});
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
   core.stop();  // with producers still at it
   stop.store(true);
