@@ -30,7 +30,7 @@ SUITES = {
 
 def _settings() -> dict[str, Option]:
     """Options of `serve` that matter here: the whole group "scheduler", and a few more."""
-    others = ("max_model_len", "block_size", "kv_cache_dtype")
+    others = ("max_model_len", "block_size", "kv_cache_dtype", "swap_space")
     return {name: option for name, option in options_of(ServeSettings).items() if option.group == "scheduler" or name in others}
 
 

@@ -63,8 +63,18 @@ class Device:
         per_sequence_ns: float = 0.0,
         per_context_token_ns: float = 0.0,
         per_pair_ns: float = 0.0,  # per (query, key) pair of prompt chunks
+        per_swapped_block_ns: float = 0.0,  # moved between device and host, either way
     ) -> None: ...
-    def time_ns(self, *, tokens: int, sequences: int = 1, context_tokens: int = 0, chunk_pairs: int = 0, substeps: int = 1) -> int: ...
+    def time_ns(
+        self,
+        *,
+        tokens: int,
+        sequences: int = 1,
+        context_tokens: int = 0,
+        chunk_pairs: int = 0,
+        swapped_blocks: int = 0,
+        substeps: int = 1,
+    ) -> int: ...
 
 class Options:
     def __init__(
@@ -100,7 +110,8 @@ def twinplane(
     check_interval: int = 0,  # steps between checks of the scheduler's invariants; RuntimeError if one is broken
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """The production scheduler. The dict also has ``preempted`` and ``prompt_tokens_computed``."""
+    """The production scheduler. The dict also has ``preempted``, ``prompt_tokens_computed``, ``blocks_swapped_out`` and
+    ``blocks_swapped_in``."""
 
 def contiguous(
     trace: Trace,

@@ -84,9 +84,9 @@ BlockCount Scheduler::first_to_save(const Sequence& sequence) const {
   return shared_blocks(sequence.prompt_tokens, session_->pool.block_size);
 }
 
-// Swapping costs the way there and back of every block; recomputing costs the prefill of every token, except those
-// whose blocks others hold on to. Beams are always computed again: who becomes whose child is decided by fresh
-// candidates.
+// Swapping costs the way there and back of every block; recomputing costs the prefill of every token, beside those that
+// run then, except those whose blocks others hold on to. Beams are always computed again: who becomes whose child is
+// decided by fresh candidates.
 bool Scheduler::is_worth_swapping(std::span<Sequence* const> victims, const StepWriter& step) const {
   const TokenCount block_size = session_->pool.block_size;
   BlockCount blocks;
@@ -98,7 +98,7 @@ bool Scheduler::is_worth_swapping(std::span<Sequence* const> victims, const Step
     blocks += blocks_for(victim->num_computed, block_size) - first;
     const uint32_t known = first.value * block_size.value;
     recompute_us +=
-        session_->costs.prefill_us(victim->num_computed.value - known, known, config_.max_chunk_tokens.value);
+        session_->costs.recompute_us(victim->num_computed.value - known, known, config_.max_chunk_tokens.value);
   }
   if (blocks > session_->host.free() || blocks.value > step.room_for_swap_outs()) return false;
   return session_->costs.swap_us(blocks) < recompute_us;

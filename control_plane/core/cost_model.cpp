@@ -69,10 +69,14 @@ uint32_t CostModel::affordable(const StepLoad& load, uint32_t context, double li
 
 double CostModel::prefill_us(uint32_t tokens, uint32_t computed, uint32_t step_tokens) const {
   const uint32_t steps = (tokens + step_tokens - 1) / step_tokens;
+  return recompute_us(tokens, computed, step_tokens) + steps * cost_us(kConstant);
+}
+
+double CostModel::recompute_us(uint32_t tokens, uint32_t computed, uint32_t step_tokens) const {
   StepLoad load;
   load.add_chunk(tokens, computed);
-  load.chunks = steps;
-  return predict_us(load) + (steps - 1) * cost_us(kConstant);
+  load.chunks = (tokens + step_tokens - 1) / step_tokens;
+  return predict_us(load) - cost_us(kConstant);
 }
 
 bool CostModel::is_trusted() const {

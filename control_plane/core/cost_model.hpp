@@ -49,6 +49,9 @@ class CostModel {
   // Expected time of a prompt that has the device for itself, `step_tokens` of it in each step, in microseconds.
   double prefill_us(uint32_t tokens, uint32_t computed, uint32_t step_tokens) const;
 
+  // The same of a prompt whose chunks ride on steps that run anyway: without what every step costs.
+  double recompute_us(uint32_t tokens, uint32_t computed, uint32_t step_tokens) const;
+
   // Enough steps with prompt chunks were seen, and they went about as predicted: what is refused on this model's word
   // is refused for a reason.
   bool is_trusted() const;

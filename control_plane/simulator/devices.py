@@ -60,13 +60,16 @@ class DeviceModel:
     swap: Swap | None = None
     serve: Mapping[str, object] = field(default_factory=dict)  # settings of `serve` that suit the device
 
-    def native(self) -> _simulator.Device:
+    def native(self, block_size: int | None = None) -> _simulator.Device:
+        """``block_size``: of the KV blocks that may be swapped, if it is not the model's own."""
+        size = block_size or self.kv.block_size
         return _simulator.Device(
             by_tokens_ns=[(tokens, us * 1e3) for tokens, us in self.by_tokens_us],
             fixed_ns=self.fixed_us * 1e3,
             per_sequence_ns=self.us_per_sequence * 1e3,
             per_context_token_ns=self.kv.read_us_per_token * 1e3,
             per_pair_ns=self.us_per_attention_pair * 1e3,
+            per_swapped_block_ns=self.swap.time_us(size, size) * 1e3 if self.swap else 0.0,
         )
 
     def with_kv_dtype(self, dtype: str) -> DeviceModel:

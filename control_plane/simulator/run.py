@@ -52,7 +52,19 @@ class Setup:
 
     @property
     def pool(self) -> _core.Pool:
-        return _core.Pool(num_blocks=max(1, self.model.kv.capacity_tokens // self.block_size), block_size=self.block_size)
+        """With a host's pool if there is swap space. Raises ValueError if the device model does not say what swapping takes."""
+        size, swap = self.block_size, self.model.swap
+        num_blocks = max(1, self.model.kv.capacity_tokens // size)
+        if not self.settings.swap_space:
+            return _core.Pool(num_blocks=num_blocks, block_size=size)
+        if swap is None:
+            raise ValueError(f"swap_space is {self.settings.swap_space} bytes, but the model of {self.device.name} has no `swap`")
+        return _core.Pool(
+            num_blocks=num_blocks,
+            block_size=size,
+            num_host_blocks=self.settings.swap_space // (swap.bytes_per_token * size),
+            swap_block_ns=round(2e3 * swap.time_us(size, size)),
+        )
 
     def host_points_us(self, system: str) -> Points:
         if system in self.host_us:
@@ -150,6 +162,7 @@ class Result:
             if averages["allocated_tokens"]
             else 0.0,
             "preemptions": int(raw["preemptions"].sum()),
+            "swapped_blocks": int(raw.get("blocks_swapped_out", 0)),
             "cached_prompt_share": _share(float(raw["cached_tokens"].sum()), served_prompt),
             "device_busy_share": _share(totals["device_busy_s"], end_s),
             "steps": totals["steps"],
@@ -197,7 +210,7 @@ def simulate(
 
     Raises TraceError if the trace has no times, ValueError if the settings make no sense.
     """
-    device = setup.model.native()
+    device = setup.model.native(setup.block_size)
     capacity, settings = setup.model.kv.capacity_tokens, setup.settings
     options = _simulator.Options(
         host_ns=[(n, us * 1e3) for n, us in setup.host_points_us(system)],

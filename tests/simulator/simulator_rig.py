@@ -46,6 +46,8 @@ def replay(
     num_blocks: int = 1000,
     block_size: int = 16,
     host_ms: float = 0.0,
+    num_host_blocks: int = 0,
+    swap_block_ns: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
     """The production scheduler, its invariants checked at every step."""
@@ -54,7 +56,7 @@ def replay(
         device,
         _simulator.Options(host_ns=[(0, host_ms * MS)]),
         config=config_of(**settings),
-        pool=_core.Pool(num_blocks=num_blocks, block_size=block_size),
+        pool=_core.Pool(num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks, swap_block_ns=swap_block_ns),
         check_interval=1,
     )
 

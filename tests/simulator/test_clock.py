@@ -102,6 +102,15 @@ def test_short_of_memory_the_scheduler_preempts_and_everyone_finishes():
     assert result["preemptions"][0] == 0  # the oldest never yields (INV-7)
 
 
+def test_blocks_that_are_swapped_take_the_device_time():
+    device = _simulator.Device(by_tokens_ns=[(0, 10 * MS)], per_swapped_block_ns=3 * MS)
+    rows = trace_of((0, 16, 40), (0, 16, 40), (0, 16, 40))
+    result = replay(rows, device, num_blocks=8, block_size=16, num_host_blocks=8, swap_block_ns=1)
+    moved = result["blocks_swapped_out"] + result["blocks_swapped_in"]
+    assert list(result["outcome"]) == [FINISHED] * 3 and result["blocks_swapped_out"] > 0
+    assert result["totals"]["device_busy_s"] == pytest.approx(0.010 * result["totals"]["steps"] + 0.003 * moved)
+
+
 def test_a_prompt_that_was_there_before_is_not_computed_again():
     # Blocks of 4, a millisecond a token. The second prompt shares 10 tokens with the first: two blocks, and half a block that is copied.
     rows = [Row(0.0, 12, 1, [Run(0, 0, 12)]), Row(1.0, 12, 1, [Run(0, 0, 10), Run(1, 0, 2)]), Row(2.0, 12, 1, [Run(0, 0, 12)])]

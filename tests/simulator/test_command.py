@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from twinplane.cli.main import main
 from twinplane.control_plane import simulator
-from twinplane.control_plane.simulator import cells, paper, v1
+from twinplane.control_plane.simulator import cells, devices, paper, traces, v1
+from twinplane.control_plane.simulator.run import simulate as simulate_trace
 
 SAMPLE = Path(simulator.__file__).parent / "samples/azure_conversations.csv"
 
@@ -81,6 +83,33 @@ def test_fp8_kv_leaves_more_room(capsys):
     full = figures(capsys, *base)["systems"]["twinplane"]
     half = figures(capsys, *base, "--kv-cache-dtype", "fp8_e4m3")["systems"]["twinplane"]
     assert half["running_mean"] > 1.3 * full["running_mean"]
+
+
+def test_swap_space_is_used_where_it_is_cheaper_than_recomputing(capsys):
+    base = ("--device", "a100-opt-13b", "--rate", "50")
+    without = figures(capsys, *base)["systems"]["twinplane"]
+    swapping = figures(capsys, *base, "--swap-space", "64GiB")["systems"]["twinplane"]
+    assert without["preemptions"] > 0 and without["swapped_blocks"] == 0 and swapping["swapped_blocks"] > 0
+
+    def result(**changes):
+        run = paper.setup("a100-opt-13b")
+        run = dataclasses.replace(run, settings=dataclasses.replace(run.settings, **changes))
+        return simulate_trace("twinplane", traces.load(SAMPLE, rate=50.0), run).raw
+
+    recomputing, swapping = result(), result(swap_space=64 << 30)
+    assert swapping["prompt_tokens_computed"] < recomputing["prompt_tokens_computed"]
+    # In blocks of one token every copy is tiny, and computing again is cheaper.
+    small = result(swap_space=64 << 30, block_size=1)
+    assert small["preempted"] > 0 and small["blocks_swapped_out"] == 0
+
+
+def test_swap_space_needs_a_device_model_that_knows_what_swapping_takes(capsys, tmp_path):
+    content = json.loads((Path(devices.__file__).parent / "device_models" / "a100-opt-13b.json").read_text())
+    del content["swap"]
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    arguments = ("--trace", str(SAMPLE), "--device", str(tmp_path / "mine.json"), "--swap-space", "1GiB")
+    code, _, err = simulate(capsys, *arguments)
+    assert code == 1 and "swap_space is 1073741824 bytes, but the model of a100-opt-13b has no `swap`" in err
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,15 @@ def test_swapping_small_blocks_costs_many_copies():
     assert swap.time_us(17, 16) == swap.time_us(32, 16)  # whole blocks
 
 
+@pytest.mark.parametrize("block_size", [None, 1, 64])
+def test_steps_that_swap_take_as_long_as_the_swap_does(block_size):
+    model, size = load("a100-opt-13b"), block_size or 16
+    device = model.native(block_size)
+    swap_us = model.swap.time_us(256, size)
+    assert device.time_ns(tokens=0, swapped_blocks=256 // size) == pytest.approx(swap_us * 1e3)
+    assert device.time_ns(tokens=8, swapped_blocks=256 // size) == pytest.approx(device.time_ns(tokens=8) + swap_us * 1e3)
+
+
 def model(**changes):
     content = {
         "name": "mine",

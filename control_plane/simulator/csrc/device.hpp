@@ -15,6 +15,7 @@ struct Work {
   uint32_t sequences = 0;       // rows of the batch
   uint64_t context_tokens = 0;  // KV entries read: each sequence's context once
   uint64_t chunk_pairs = 0;     // (query, key) pairs of the chunks' attention, which is bound by arithmetic
+  uint32_t swapped_blocks = 0;  // moved between the device and the host, either way, before the model runs
   uint32_t substeps = 1;  // decode steps the device makes on its own; tokens, context and pairs are of one of them
 
   // A sequence with `position` computed tokens takes `count` more.
@@ -27,21 +28,23 @@ struct Work {
 };
 
 // time = substeps * (fixed + by_tokens(tokens) + sequences * per_sequence + context_tokens * per_context_token
-//                    + chunk_pairs * per_pair), all in nanoseconds.
+//                    + chunk_pairs * per_pair) + swapped_blocks * per_swapped_block, all in nanoseconds.
 struct Device {
   Curve by_tokens_ns;  // the model itself: weights, then arithmetic
   double fixed_ns = 0;
   double per_sequence_ns = 0;
   double per_context_token_ns = 0;
   double per_pair_ns = 0;
+  double per_swapped_block_ns = 0;
 
   // A step without tokens runs no model.
   core::Nanos time(const Work& work) const {
-    if (work.tokens == 0) return {0};
+    const double swaps = per_swapped_block_ns * work.swapped_blocks;
+    if (work.tokens == 0) return {static_cast<uint64_t>(std::llround(swaps))};
     const double once = fixed_ns + by_tokens_ns(work.tokens) + per_sequence_ns * work.sequences +
                         per_context_token_ns * static_cast<double>(work.context_tokens) +
                         per_pair_ns * static_cast<double>(work.chunk_pairs);
-    return {static_cast<uint64_t>(std::llround(once * work.substeps))};
+    return {static_cast<uint64_t>(std::llround(swaps + once * work.substeps))};
   }
 };
 

@@ -167,6 +167,8 @@ nb::dict simulate_twinplane(const Trace& trace, const Device& device, const Opti
   nb::dict dict = simulate(trace, device, options, progress, recorder, system);
   const core::Counters& counters = system.scheduler().counters();
   dict["preempted"] = counters.preemptions;
+  dict["blocks_swapped_out"] = counters.blocks_swapped_out;
+  dict["blocks_swapped_in"] = counters.blocks_swapped_in;
   dict["prompt_tokens_computed"] = counters.prompt_tokens_computed;
   return dict;
 }
@@ -256,22 +258,28 @@ void bind_inputs(nb::module_& m) {
       .def(
           "__init__",
           [](Device* self, const Points& by_tokens_ns, double fixed_ns, double per_sequence_ns,
-             double per_context_token_ns, double per_pair_ns) {
-            for (const double value : {fixed_ns, per_sequence_ns, per_context_token_ns, per_pair_ns}) {
+             double per_context_token_ns, double per_pair_ns, double per_swapped_block_ns) {
+            for (const double value :
+                 {fixed_ns, per_sequence_ns, per_context_token_ns, per_pair_ns, per_swapped_block_ns}) {
               if (!(value >= 0 && value < 1e15)) throw std::invalid_argument("a device's times are numbers from 0");
             }
-            new (self) Device{to_curve(by_tokens_ns, "by_tokens_ns"), fixed_ns, per_sequence_ns, per_context_token_ns,
-                              per_pair_ns};
+            new (self) Device{to_curve(by_tokens_ns, "by_tokens_ns"),
+                              fixed_ns,
+                              per_sequence_ns,
+                              per_context_token_ns,
+                              per_pair_ns,
+                              per_swapped_block_ns};
           },
           nb::kw_only(), "by_tokens_ns"_a, "fixed_ns"_a = 0.0, "per_sequence_ns"_a = 0.0,
-          "per_context_token_ns"_a = 0.0, "per_pair_ns"_a = 0.0)
+          "per_context_token_ns"_a = 0.0, "per_pair_ns"_a = 0.0, "per_swapped_block_ns"_a = 0.0)
       .def(
           "time_ns",
           [](const Device& device, uint32_t tokens, uint32_t sequences, uint64_t context_tokens, uint64_t chunk_pairs,
-             uint32_t substeps) {
-            return device.time({tokens, sequences, context_tokens, chunk_pairs, substeps}).value;
+             uint32_t swapped_blocks, uint32_t substeps) {
+            return device.time({tokens, sequences, context_tokens, chunk_pairs, swapped_blocks, substeps}).value;
           },
-          nb::kw_only(), "tokens"_a, "sequences"_a = 1, "context_tokens"_a = 0, "chunk_pairs"_a = 0, "substeps"_a = 1);
+          nb::kw_only(), "tokens"_a, "sequences"_a = 1, "context_tokens"_a = 0, "chunk_pairs"_a = 0,
+          "swapped_blocks"_a = 0, "substeps"_a = 1);
 
   nb::class_<Options>(m, "Options")
       .def(

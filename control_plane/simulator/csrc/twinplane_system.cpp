@@ -73,6 +73,7 @@ std::optional<Work> TwinplaneSystem::next_step(Nanos now) {
     samples.clear();
   }
   Work work;
+  work.swapped_blocks = header.num_swap_outs + header.num_swap_ins;
   const auto* const seqs = region<wire::SeqEntry>(step_, step_layout_.seqs);
   for (uint32_t k = 0; k < header.num_seqs; ++k) {
     const wire::SeqEntry& seq = seqs[k];
