@@ -93,6 +93,7 @@ class CoreConfig:
         itl_target_us: int = 0,  # 0 = none
         policy: str = "priority",  # fcfs, priority or fair
         tenant_weights: Sequence[tuple[str, int]] = (),  # policy fair: shares of the named tenants; others have 1
+        max_overtaken: int = 0,  # times an equal with more of its prompt in the prefix cache may come in before
     ) -> None: ...
 
 class Pool:

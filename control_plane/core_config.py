@@ -20,4 +20,5 @@ def core_config(settings: ControlPlaneSettings, *, max_model_len: int) -> _core.
         itl_target_us=round(settings.itl_target_ms * 1e3),
         policy=settings.policy,
         tenant_weights=settings.weights(),
+        max_overtaken=settings.most_overtaken(),
     )

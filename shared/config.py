@@ -19,6 +19,7 @@ __all__ = ["CommonSettings", "ConfigError", "ControlPlaneSettings", "DataPlaneSe
 # sockaddr_un.sun_path holds 108 bytes with the terminating zero.
 _MAX_UNIX_PATH = 107
 _MAX_TENANT_WEIGHT = 1000  # kMaxTenantWeight of the core
+_MAX_OVERTAKEN = 8  # unless the operator says otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,14 @@ class ControlPlaneSettings(CommonSettings):
         "with --policy fair: shares of tenants, from 1 to 1000",
         auto="everyone has 1",
     )
+    max_overtaken: int | None = option(
+        None,
+        Integer(0, 1000),
+        "scheduler",
+        "so many times may a waiting request be overtaken by an equal one (same priority; with fair, same tenant) of which the prefix "
+        "cache has more; 0 = strictly first come",
+        auto="8; with fcfs 0",
+    )
     max_waiting_requests: int = option(1024, Integer(0), "scheduler", "requests queued beyond those in flight; more are refused")
     max_waiting_tokens: int = option(1 << 20, Integer(0), "scheduler", "prompt tokens queued; more are refused")
 
@@ -128,6 +137,12 @@ class ControlPlaneSettings(CommonSettings):
             if not 1 <= weight <= _MAX_TENANT_WEIGHT:
                 found.append(f"tenant-weights: the weight of {tenant} is {weight}, it must be from 1 to {_MAX_TENANT_WEIGHT}")
         return found
+
+    def most_overtaken(self) -> int:
+        """``max_overtaken`` as it is meant where it is not given."""
+        if self.max_overtaken is not None:
+            return self.max_overtaken
+        return 0 if self.policy == "fcfs" else _MAX_OVERTAKEN
 
     def weights(self) -> list[tuple[str, int]]:
         """``tenant_weights`` by name."""

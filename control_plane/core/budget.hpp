@@ -55,11 +55,12 @@ class Budget {
 
   // What opening a row takes beside tokens; false (and nothing taken) if this step can not carry it. The next one can:
   // a session's capacities hold the longest request beside every decode's growth.
-  bool take_opening(BlockCount table_writes, WordCount extra_words) {
-    if (table_writes > table_writes_ || extra_words > extra_words_) return false;
+  bool has_opening(BlockCount table_writes, WordCount extra_words) const {
+    return table_writes <= table_writes_ && extra_words <= extra_words_;
+  }
+  void take_opening(BlockCount table_writes, WordCount extra_words) {
     table_writes_ -= table_writes;
     extra_words_ -= extra_words;
-    return true;
   }
 
  private:

@@ -168,6 +168,7 @@ void Scheduler::send(StepWriter& step, Nanos now) {
 void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter& step, Nanos now) {
   Sequence& sequence = *admission.sequence;
   const bool is_new = !sequence.was_resident;
+  count_overtaken(sequence, admission.overtakes);
   open_row(sequence, step, now);
   BlockManager& blocks = session_->blocks;
   const bool is_swapped = sequence.is_swapped();
@@ -193,6 +194,14 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
     });
   }
   schedule({&sequence, admission.tokens}, wire::kSeqFlagChunk, record, step);
+}
+
+// It comes in before so many who stand directly before it.
+void Scheduler::count_overtaken(const Sequence& sequence, size_t overtakes) {
+  if (overtakes == 0) return;
+  Line& waiting = population_.waiting;
+  const size_t place = waiting.place_of(sequence);
+  for (size_t i = place - overtakes; i < place; ++i) ++waiting[i].overtaken;
 }
 
 // What the first of a group brings along: a row each, and all blocks it will need for its next token but the shared

@@ -33,6 +33,8 @@ struct Config {
   uint32_t itl_target_us = 0;                // inter-token latency to keep prompts within; 0 = none
   Policy policy = Policy::kPriority;
   std::vector<std::pair<std::string, uint32_t>> tenant_weights;  // shares of the named tenants; others have 1
+  // So many times may a newcomer be overtaken by equals of which the prefix cache has more.
+  uint32_t max_overtaken = 0;
 
   // Requests in the core at once: submitting stops at max_waiting_requests, at most max_rows are resident, and
   // preemption moves a request between the two without adding one. All tables are sized by it (INV-11).

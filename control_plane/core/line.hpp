@@ -24,14 +24,14 @@ class Line {
   // Newcomers go to the end; one that comes back goes to its old place.
   void insert(Sequence& sequence) {
     if (end_ == slots_.size()) move_to_front();
-    const auto at = place_of(sequence);
+    const auto at = slot_of(sequence);
     std::move_backward(at, slot(end_), slot(end_ + 1));
     *at = &sequence;
     ++end_;
   }
 
   void erase(Sequence& sequence) {
-    const auto at = place_of(sequence);
+    const auto at = slot_of(sequence);
     assert(at != slot(end_) && *at == &sequence);
     if (at == slot(begin_)) {
       ++begin_;
@@ -40,6 +40,8 @@ class Line {
       --end_;
     }
   }
+
+  size_t place_of(const Sequence& sequence) { return static_cast<size_t>(slot_of(sequence) - slots_.begin()) - begin_; }
 
   // Place of the first one whose order is at least this.
   size_t first_from(uint64_t order) const {
@@ -54,7 +56,7 @@ class Line {
 
   Slot slot(size_t i) { return slots_.begin() + static_cast<std::ptrdiff_t>(i); }
 
-  Slot place_of(const Sequence& sequence) {
+  Slot slot_of(const Sequence& sequence) {
     return std::lower_bound(slot(begin_), slot(end_), &sequence,
                             [](const Sequence* a, const Sequence* b) { return a->precedes(*b); });
   }

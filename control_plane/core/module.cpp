@@ -207,7 +207,8 @@ void bind_config(nb::module_& m) {
           "__init__",
           [](Config* self, uint32_t max_rows, uint32_t max_step_tokens, uint32_t max_chunk_tokens, uint32_t depth,
              uint32_t max_waiting_requests, uint64_t max_waiting_tokens, uint32_t max_model_len, uint32_t itl_target_us,
-             const std::string& policy, std::vector<std::pair<std::string, uint32_t>> tenant_weights) {
+             const std::string& policy, std::vector<std::pair<std::string, uint32_t>> tenant_weights,
+             uint32_t max_overtaken) {
             const Config config{.max_rows = max_rows,
                                 .max_step_tokens = {max_step_tokens},
                                 .max_chunk_tokens = {max_chunk_tokens},
@@ -217,14 +218,15 @@ void bind_config(nb::module_& m) {
                                 .max_model_len = {max_model_len},
                                 .itl_target_us = itl_target_us,
                                 .policy = to_policy(policy),
-                                .tenant_weights = std::move(tenant_weights)};
+                                .tenant_weights = std::move(tenant_weights),
+                                .max_overtaken = max_overtaken};
             config.validate();
             new (self) Config(config);
           },
           nb::kw_only(), "max_rows"_a = 64, "max_step_tokens"_a = 2048, "max_chunk_tokens"_a = 512, "depth"_a = 2,
           "max_waiting_requests"_a = 1024, "max_waiting_tokens"_a = 1 << 20, "max_model_len"_a = 2048,
           "itl_target_us"_a = 0, "policy"_a = "priority",
-          "tenant_weights"_a = std::vector<std::pair<std::string, uint32_t>>{});
+          "tenant_weights"_a = std::vector<std::pair<std::string, uint32_t>>{}, "max_overtaken"_a = 0);
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
       [](Pool* self, uint32_t num_blocks, uint32_t block_size, uint32_t num_host_blocks, uint32_t swap_block_ns) {

@@ -48,6 +48,7 @@ const StepPlan& Planner::plan(const State& state) {
   has_offered_ = false;
   passed_over_ = 0;
   swapped_in_ = 0;
+  looks_.clear();
   Residency residency(state, plan_);
   deal_to_decodes(state, residency);
   chunk_allowance_ = budget_->allowance();
@@ -118,53 +119,113 @@ void Planner::deal_to_chunks(const State& state) {
 
 // INV-8: no prefill is spent on a request that can not have its first token in time even if the device were its alone
 // from now on. That is said by the cost model, so only once it is trusted, and with its margin in the request's favour.
-bool Planner::is_hopeless(const State& state, Sequence& sequence, TokenCount computed) {
+bool Planner::is_hopeless(const State& state, Candidate& candidate) const {
   const CostModel& costs = state.session.costs;
+  const Sequence& sequence = *candidate.sequence;
   if (sequence.deadline() == Nanos{0} || sequence.emitted() != TokenCount{0} || !costs.is_trusted()) return false;
   if (hopeless_.size() == state.config.max_rows) return false;
   const TokenCount step_tokens = std::min(state.config.max_chunk_tokens, state.config.max_step_tokens);
   const double prefill_us =
-      costs.prefill_us((sequence.known() - computed).value, computed.value, step_tokens.value) / costs.margin();
-  const Nanos estimate{static_cast<uint64_t>(prefill_us * 1e3)};
-  if (state.now + estimate <= sequence.deadline()) return false;
-  hopeless_.push_back({&sequence, estimate});
-  return true;
+      costs.prefill_us((sequence.known() - candidate.hit).value, candidate.hit.value, step_tokens.value) /
+      costs.margin();
+  candidate.estimate = {static_cast<uint64_t>(prefill_us * 1e3)};
+  return state.now + candidate.estimate > sequence.deadline();
 }
 
-// In order of turns: the first that finds no room ends it, whoever is behind. Only those are passed over that wait for
-// blocks somebody on the device is computing right now, or that are about to end.
+Planner::Candidate Planner::look_at(const State& state, Sequence& sequence) const {
+  Candidate found{.sequence = &sequence,
+                  .match = state.session.blocks.find(sequence, state.session.sent),
+                  .hit = {},
+                  .need = need_of(state, sequence),
+                  .estimate = {}};
+  if (sequence.is_swapped()) found.match.partial = {0};  // what follows comes from the host
+  return found;
+}
+
+// Whether this step can carry its admission. Only those are passed over that wait for blocks somebody on the device is
+// computing right now, or that are about to end.
+Planner::Verdict Planner::judge(const State& state, Candidate& candidate) const {
+  const Sequence& sequence = *candidate.sequence;
+  const auto hit = [&] {
+    const Match& match = candidate.match;
+    const TokenCount cached{match.blocks.value * state.session.pool.block_size.value + match.partial.value};
+    return std::max(cached, sequence.saved_tokens);
+  };
+  candidate.hit = hit();
+  if (is_hopeless(state, candidate)) return Verdict::kHopeless;
+  if (state.session.blocks.is_being_computed(sequence, candidate.match)) return Verdict::kPassedOver;
+  const Need& need = candidate.need;
+  if (!need.is_ready || need.swaps > state.session.capacities.max_swaps - swapped_in_) return Verdict::kNoRoom;
+  if (!has_room(state, need, candidate.match)) return Verdict::kNoRoom;
+  candidate.hit = hit();  // there may have been no room for a copy
+  const TokenCount rest = sequence.known() - candidate.hit;
+  if (budget_->chunk_for(rest, candidate.hit, need.swaps) == TokenCount{0}) return Verdict::kNoRoom;
+  return budget_->has_opening(need.blocks, need.words) ? Verdict::kFits : Verdict::kNoRoom;
+}
+
+// In order of turns: the first that finds no room ends it, whoever is behind.
 std::optional<Admission> Planner::next_admission(const State& state) {
   if (is_short_ || state.session.rows.num_free() == 0) return std::nullopt;
   if (std::exchange(has_offered_, false)) turns_.take();
   while (budget_->has_tokens() && passed_over_ != kMaxPassedOver) {
-    Sequence* const candidate = turns_.next();
-    if (candidate == nullptr) break;
-    Sequence& sequence = *candidate;
-    if (sequence.has_group && sequence.group->first() != &sequence) continue;  // it comes with the first of its group
+    Sequence* const sequence = turns_.next();
+    if (sequence == nullptr) break;
+    if (sequence->has_group && sequence->group->first() != sequence) continue;  // it comes with the first of its group
     // Preempted while a step in flight names it: it may still get a token, and its row is not let go of yet.
-    if (sequence.row != kNoRow) break;
-    const BlockManager& manager = state.session.blocks;
-    Match match = manager.find(sequence, state.session.sent);
-    if (sequence.is_swapped()) match.partial = {0};  // what follows comes from the host
-    const auto hit = [&] {
-      const TokenCount cached{match.blocks.value * state.session.pool.block_size.value + match.partial.value};
-      return std::max(cached, sequence.saved_tokens);
-    };
-    if (is_hopeless(state, sequence, hit()) || manager.is_being_computed(sequence, match)) {
+    if (sequence->row != kNoRow) break;
+    Candidate chosen = look_at(state, *sequence);
+    const Verdict verdict = judge(state, chosen);
+    if (verdict == Verdict::kNoRoom) break;
+    if (verdict == Verdict::kHopeless) hopeless_.push_back({sequence, chosen.estimate});
+    if (verdict != Verdict::kFits) {
       ++passed_over_;
       continue;
     }
-    const Need need = need_of(state, sequence);
-    if (!need.is_ready || need.swaps > state.session.capacities.max_swaps - swapped_in_) break;
-    if (!has_room(state, need, match)) break;
-    const TokenCount rest = sequence.known() - hit();
-    if (budget_->chunk_for(rest, hit(), need.swaps) == TokenCount{0} || !budget_->take_opening(need.blocks, need.words))
-      break;
+    const size_t overtakes = find_better_cached(state, chosen);
     has_offered_ = true;
-    swapped_in_ += need.swaps;
-    return Admission{&sequence, match, budget_->take_chunk(rest, hit(), need.swaps)};
+    swapped_in_ += chosen.need.swaps;
+    budget_->take_opening(chosen.need.blocks, chosen.need.words);
+    const TokenCount rest = chosen.sequence->known() - chosen.hit;
+    return Admission{chosen.sequence, chosen.match, budget_->take_chunk(rest, chosen.hit, chosen.need.swaps),
+                     overtakes};
   }
   return std::nullopt;
+}
+
+// Of the equals of `chosen`, which has the turn and fits, the one of which the cache has the most comes in, if it fits
+// as well: what is cached may be gone later. Nobody is overtaken more than max_overtaken times, and few are looked at.
+// `chosen` becomes the one; returns how many it overtakes.
+size_t Planner::find_better_cached(const State& state, Candidate& chosen) {
+  const Line& waiting = state.waiting;
+  const size_t first = turns_.place();
+  if (state.config.max_overtaken == 0 || chosen.sequence->was_resident) return 0;
+  TokenCount most = chosen.hit;
+  size_t best = first;
+  for (size_t i = first; i + 1 < waiting.size() && i < first + kMaxLooks; ++i) {
+    Sequence& next = waiting[i + 1];
+    if (waiting[i].overtaken >= state.config.max_overtaken || next.order != chosen.sequence->order) break;
+    if (next.was_resident || (next.has_group && next.group->first() != &next)) continue;
+    const TokenCount cached = cached_of(state, next);
+    if (cached <= most) continue;
+    most = cached;
+    best = i + 1;
+  }
+  if (best == first) return 0;
+  Candidate better = look_at(state, waiting[best]);
+  if (judge(state, better) != Verdict::kFits) return 0;
+  chosen = better;
+  return best - first;
+}
+
+// As of the first time it is asked about in this pass; nothing once enough have been looked up.
+TokenCount Planner::cached_of(const State& state, Sequence& sequence) {
+  for (const Look& look : looks_) {
+    if (look.sequence == &sequence) return look.cached;
+  }
+  if (looks_.size() == kMaxLooks) return {0};
+  const Match match = state.session.blocks.find(sequence, state.session.sent);
+  looks_.push_back({&sequence, {match.blocks.value * state.session.pool.block_size.value + match.partial.value}});
+  return looks_.back().cached;
 }
 
 }  // namespace twinplane::core

@@ -45,11 +45,21 @@ struct StepPlan {
   std::vector<Scheduled> chunks;    // of sequences that are resident
 };
 
+// What it takes to let a sequence, or a group, in.
+struct Need {
+  BlockCount blocks;
+  WordCount words;
+  uint32_t rows = 1;
+  uint32_t swaps = 0;    // blocks to come back from the host
+  bool is_ready = true;  // no step in flight names one of them
+};
+
 // Who becomes resident next, with what the cache has of it, and its first chunk.
 struct Admission {
   Sequence* sequence;
   Match match;
   TokenCount tokens;
+  size_t overtakes;  // so many who stand before it in the line, and are its equals
 };
 
 // Deterministic: the same state gives the same plan. A pass begins with plan(), which is carried out before the first
@@ -60,6 +70,7 @@ class Planner {
   explicit Planner(uint32_t max_rows) : plan_(max_rows) {
     behind_.reserve(max_rows);
     hopeless_.reserve(max_rows);
+    looks_.reserve(kMaxLooks);
   }
 
   // What those on the device do. Valid until the next call.
@@ -74,12 +85,28 @@ class Planner {
   TokenCount chunk_allowance() const { return chunk_allowance_; }  // prompt tokens the step had room for
 
  private:
+  static constexpr size_t kMaxLooks = 16;
+
   void deal_to_decodes(const State& state, class Residency& residency);
   static bool get_blocks(const State& state, Residency& residency, size_t begin, size_t end);
   static bool is_decode(const Sequence& sequence);
   void deal_to(const State& state, size_t i);
   void deal_to_chunks(const State& state);
-  bool is_hopeless(const State& state, Sequence& sequence, TokenCount computed);
+
+  // One who waits, and what it would come in with.
+  struct Candidate {
+    Sequence* sequence;
+    Match match;
+    TokenCount hit;  // tokens that it need not compute: cached, or saved in the host's pool
+    Need need;
+    Nanos estimate;  // of its prompt, if it is hopeless
+  };
+  enum class Verdict { kFits, kPassedOver, kHopeless, kNoRoom };
+  Candidate look_at(const State& state, Sequence& sequence) const;
+  Verdict judge(const State& state, Candidate& candidate) const;
+  bool is_hopeless(const State& state, Candidate& candidate) const;
+  size_t find_better_cached(const State& state, Candidate& chosen);
+  TokenCount cached_of(const State& state, Sequence& sequence);
 
   StepPlan plan_;
   std::optional<Budget> budget_;  // what the step can still carry
@@ -90,6 +117,12 @@ class Planner {
   bool has_offered_ = false;  // the last candidate was offered, and has come in since
   uint32_t swapped_in_ = 0;   // blocks, by this step
   size_t passed_over_ = 0;    // candidates that could not come in, and held up nobody
+  // What the cache has of newcomers that were looked at ahead of their turn, in this pass.
+  struct Look {
+    const Sequence* sequence;
+    TokenCount cached;
+  };
+  std::vector<Look> looks_;
   // Scratch: the running sequences with more than one token to go, found while dealing to the decodes.
   std::vector<size_t> behind_;
 };

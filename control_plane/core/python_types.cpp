@@ -65,6 +65,8 @@ nb::dict to_dict(const Sequence& s) {
   dict["is_beam"] = s.num_candidates != 0;
   dict["is_following"] = s.is_following;
   dict["is_protected"] = s.is_protected;
+  dict["overtaken"] = s.overtaken;
+  dict["was_resident"] = s.was_resident;
   dict["preemptions"] = s.preemptions;
   dict["failed_steps"] = s.failed_steps;
   return dict;

@@ -215,6 +215,7 @@ struct alignas(64) Sequence {
   bool has_copy_source = false;  // ... or else by a reference
   float score = 0.0f;            // of a finished beam
   bool was_resident = false;     // has been admitted before
+  uint32_t overtaken = 0;        // times an equal that came later came in before, for what was cached of it
   RequestParams params;
   Nanos submitted;
   Nanos first_scheduled;

@@ -37,15 +37,6 @@ class Residency {
   bool is_short_ = false;
 };
 
-// What it takes to let a sequence, or a group, in.
-struct Need {
-  BlockCount blocks;
-  WordCount words;
-  uint32_t rows = 1;
-  uint32_t swaps = 0;    // blocks to come back from the host
-  bool is_ready = true;  // no step in flight names one of them
-};
-
 // There are rows and blocks, of which the match brings some, for one more. A partial match that
 // would take what is needed elsewhere is given up.
 bool has_room(const State& state, const Need& need, Match& match);

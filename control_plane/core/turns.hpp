@@ -38,7 +38,11 @@ class Turns {
     return queues_.empty() ? nullptr : &waiting[place_of(queues_.front())];
   }
 
-  // The last candidate has come in: it is not in the line any more, and its tenant was charged.
+  // Where the last candidate stands in the line.
+  size_t place() const { return has_queues_ ? place_of(queues_.front()) : next_ - 1; }
+
+  // The last candidate, or one behind it, has come in: it is not in the line any more, and its tenant was charged. What
+  // stands at the last candidate's place is the next one, if it is still its tenant's turn.
   void take() {
     if (has_queues_) {
       is_taken_ = true;

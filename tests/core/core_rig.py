@@ -107,6 +107,7 @@ class Rig:
         slot = self.scheduler.tick(self.now)
         self.check()
         self.check_preemptions(before)
+        self.check_overtaking(before)
         if slot is None:
             return None
         step = self.device.send(slot)
@@ -208,6 +209,16 @@ class Rig:
             tokens = s["num_tokens"] + s["num_pending"]
             assert tokens > self.resumed_with.get(s["id"], -1), "preempted again before it emitted a token"
             self.resumed_with[s["id"]] = tokens
+
+    def check_overtaking(self, before: dict[str, Any]) -> None:
+        """Nobody is overtaken more often than it may be, and only by newcomers that came in just now."""
+        after = self.snapshot()
+        most = self.settings.get("max_overtaken", 0)
+        overtaken = {s["id"]: s["overtaken"] for s in before["waiting"]}
+        new = {s["id"] for s in before["waiting"] if not s["was_resident"]} & {s["id"] for s in after["running"]}
+        for s in after["waiting"] + after["running"]:
+            more = s["overtaken"] - overtaken.get(s["id"], s["overtaken"])
+            assert 0 <= more <= len(new) and s["overtaken"] <= most
 
     def check_cancelled_blocks(self) -> None:
         """INV-9: what a cancelled request held is fenced for at most the steps that were in flight then."""

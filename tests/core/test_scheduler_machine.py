@@ -64,9 +64,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 0, 4, 40]),
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
         itl_target_us=st.sampled_from([0, 500, 2000]),
+        max_overtaken=st.sampled_from([0, 1, 8]),
     )
     def begin(
-        self, depth: int, block_size: int, tokens: int, rows: int, chunk: int, spare: int, host: int, policy: str, itl_target_us: int
+        self,
+        depth: int,
+        block_size: int,
+        tokens: int,
+        rows: int,
+        chunk: int,
+        spare: int,
+        host: int,
+        policy: str,
+        itl_target_us: int,
+        max_overtaken: int,
     ) -> None:
         self.pool: dict[str, Any] = {"num_blocks": -(-tokens // block_size), "block_size": block_size}
         self.rig = Rig(
@@ -81,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting_tokens=200,
             policy=policy,
             itl_target_us=itl_target_us,
+            max_overtaken=max_overtaken,
         )
         self.is_attached = True
         self.next_id = 0

@@ -62,6 +62,7 @@ class Driver {
     config.max_model_len = {60};
     config.policy = static_cast<Policy>(roll(0, 2));
     config.itl_target_us = roll(0, 2) * 1000;
+    config.max_overtaken = roll(0, 3);
     return config;
   }
 
