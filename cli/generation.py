@@ -27,6 +27,8 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("frequency_penalty", float, "above 0 discourages it the more often it came"),
     ("seed", int, "the same seed gives the same answer"),
 )
+_EARLY_STOPPING = ("heuristic", "first", "never")  # as the client names them
+
 # Of commands that show more than one answer.
 _SEVERAL: tuple[tuple[str, type, str], ...] = (
     ("n", int, "so many answers"),
@@ -51,12 +53,19 @@ def generation_parser(prog: str, description: str, *, several: bool = False) -> 
     sampling.add_argument("--ignore-eos", action="store_true", help="go on over the model's end-of-sequence tokens")
     for name, kind, help_text in (*_OPTIONS, *(_SEVERAL if several else ())):
         sampling.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N" if kind is int else "X", help=help_text)
+    if several:
+        sampling.add_argument(
+            "--early-stopping",
+            choices=_EARLY_STOPPING,
+            help="with --beam-width: when so many complete answers are enough: once the best open one, scored as it is, is no better "
+            "(heuristic), at once, or once none can become better (never)",
+        )
     return parser
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for the client: only what was given."""
-    names = ("model", "stop", "ignore_eos", *(name for name, _, _ in (*_OPTIONS, *_SEVERAL)))
+    names = ("model", "stop", "ignore_eos", "early_stopping", *(name for name, _, _ in (*_OPTIONS, *_SEVERAL)))
     given = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None and value is not False}
 

@@ -98,9 +98,12 @@ class Engine:
         eos_token_ids: the model's end-of-sequence tokens.
         max_model_len: longest sequence (prompt + output) in tokens that the model and the operator allow.
         seed: base of the seeds given to requests that bring none; None = random.
+        policy: the core's; with "fcfs" the first request that has a priority is told of in the log.
     """
 
-    def __init__(self, core: _core.EngineCore, *, eos_token_ids: Iterable[int], max_model_len: int, seed: int | None = None) -> None:
+    def __init__(
+        self, core: _core.EngineCore, *, eos_token_ids: Iterable[int], max_model_len: int, seed: int | None = None, policy: str = "priority"
+    ) -> None:
         self._core = core
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_model_len = max_model_len
@@ -116,6 +119,7 @@ class Engine:
         self._rate = TokenRate()
         self._drain_rate = DrainRate()
         self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
+        self._ignores_priority = policy == "fcfs"
         self._failure: EngineError | None = None  # why streams end early while stopping
 
     # ------------------------------------------------------------------------------------ life
@@ -301,6 +305,9 @@ class Engine:
         self._next_core_id = stream.core_ids.stop
         self._core_ids[request.request_id] = core_id
         self._idle.clear()
+        if request.priority and self._ignores_priority:
+            self._ignores_priority = False  # said once
+            logger.warning("priority_ignored", policy="fcfs", priority=request.priority, hint="--policy priority or fair heeds it")
         return stream
 
     def _retry_delay(self, refusal: _core.Refusal) -> float:

@@ -74,7 +74,7 @@ class ControlPlane:
         model = await asyncio.to_thread(self._load_model, card)
         config = core_config(settings, max_model_len=limit)
         core = _core.EngineCore(config)
-        engine = Engine(core, eos_token_ids=card.eos_token_ids, max_model_len=limit, seed=settings.seed)
+        engine = Engine(core, eos_token_ids=card.eos_token_ids, max_model_len=limit, seed=settings.seed, policy=settings.policy)
         sessions = SessionManager(
             core,
             config,

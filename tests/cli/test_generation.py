@@ -120,6 +120,19 @@ def test_several_answers_are_shown_one_below_the_other(server, capsys):
     assert asked == [{"n": 2}, {"beam_width": 2, "length_penalty": 0.5}, {"best_of": 3}]
 
 
+@pytest.mark.parametrize("when", ["heuristic", "first", "never"])
+def test_a_beam_search_can_be_told_when_to_stop(server, when):
+    assert main(["generate", "--beam-width", "2", "--early-stopping", when, "x"]) == 0
+    asked = json_format.MessageToDict(server.requests[0], preserving_proto_field_name=True)["sampling"]
+    assert asked == {"beam_width": 2, "early_stopping": f"EARLY_STOPPING_{when.upper()}"}
+
+
+def test_a_time_to_stop_that_there_is_not_is_a_usage_error(server, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "--beam-width", "2", "--early-stopping", "soon", "x"])
+    assert end.value.code == 2 and "--early-stopping" in capsys.readouterr().err and not server.requests
+
+
 def test_a_conversation_has_one_answer_a_turn(capsys):
     with pytest.raises(SystemExit):
         main(["chat", "--n", "2", "x"])

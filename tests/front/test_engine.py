@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from fake_engine import INFO
 from twinplane.control_plane import _core
 from twinplane.control_plane.engine import Engine
@@ -204,3 +205,18 @@ async def test_draining_counts_requests_and_cancels_every_sequence(engine: Engin
 async def test_the_prefix_cache_is_reset_in_the_core(engine: Engine, core: ScriptedCore) -> None:
     await engine.reset_prefix_cache()
     assert core.resets == 1
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+async def test_a_priority_that_the_policy_ignores_is_told_of_once(core: ScriptedCore, policy: str) -> None:
+    engine = Engine(core, eos_token_ids=[2], max_model_len=100, seed=1, policy=policy)  # type: ignore[arg-type]
+    engine.start()
+    engine.session_changed(EngineState.READY, INFO)
+    with structlog.testing.capture_logs() as logs:
+        for name, priority in (("plain", 0), ("urgent", 3), ("patient", -3)):
+            stream = engine.generate(replace(request(name), priority=priority))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.01)
+    told = [(entry["log_level"], entry["priority"]) for entry in logs if entry["event"] == "priority_ignored"]
+    assert told == ([("warning", 3)] if policy == "fcfs" else [])
+    await engine.stop()
