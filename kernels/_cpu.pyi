@@ -32,7 +32,7 @@ from typing import Any, Literal, final
 # A CPU torch.Tensor or numpy.ndarray; see "Arrays" above.
 Array = Any
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
-Isa = Literal["avx512", "avx2", "plain"]
+Isa = Literal["amx", "avx512", "avx2", "plain"]
 Activations = Literal["float", "int8"]
 
 ATTENTION_SPLIT: int  # 256 keys
@@ -43,8 +43,9 @@ def isa() -> Isa:
     """The instruction set in use: the best this processor has, unless set_isa() chose another."""
 
 def supported_isas() -> list[Isa]:
-    """Best first; always ends with "plain". "avx512" means F, BW, VL, DQ and VNNI (Intel from Cascade Lake, AMD from Zen 4), "avx2"
-    AVX2, FMA and F16C."""
+    """Best first; always ends with "plain". "amx" means AVX-512 and AMX-INT8 (Intel from Sapphire Rapids; Linux has to permit it), which
+    multiplies int8 activations 16 rows at a time, with the bits of "avx512"; "avx512" F, BW, VL, DQ and VNNI (Intel from Cascade
+    Lake, AMD from Zen 4), "avx2" AVX2, FMA and F16C."""
 
 def set_isa(name: Isa) -> None:
     """Choose the instruction set of later calls (tests). A PackedLinear keeps the one it was packed for.

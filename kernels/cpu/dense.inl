@@ -7,8 +7,6 @@
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
-inline constexpr int kPanelColumns = kPanelVectors * 16;
-static_assert(kPanelColumns <= kMaxPanelColumns && kDepthBlock % kGroup == 0);
 static_assert(kStripRows * kPanelVectors + kPanelVectors + 1 <= kRegisters, "sums, a line of weights, one x");
 
 template <int Rows>
@@ -36,17 +34,6 @@ TWINPLANE_INLINE inline void multiply_add(F16 (&c)[Rows][kPanelVectors], const F
     unroll<kPanelVectors>(
         [&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(a, w[v.value]); });
   });
-}
-
-// Weights come from memory in one long line; ask for what is needed this much later. (Past the end it asks in vain,
-// which is harmless.)
-inline constexpr int64_t kPrefetchBytes = 4096;
-
-template <int64_t Bytes>
-TWINPLANE_INLINE inline void prefetch(const void* p) {
-  const char* line = static_cast<const char*>(p) + kPrefetchBytes;
-  unroll<static_cast<int>((Bytes + 63) / 64)>([&](auto i)
-                                                  TWINPLANE_INLINE { __builtin_prefetch(line + 64 * i.value); });
 }
 
 template <int Rows, class Weight>

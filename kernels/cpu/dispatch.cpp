@@ -4,6 +4,12 @@
 
 #include "kernels/cpu/kernels.hpp"
 
+#if defined(TWINPLANE_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace twinplane::kernels {
 
 #if defined(TWINPLANE_X86)
@@ -17,18 +23,51 @@ extern const Kernels kTable;
 namespace plain {
 extern const Kernels kTable;
 }
+#if defined(TWINPLANE_AMX)
+namespace amx {
+void integer_product(const IntegerProduct&);
+}
+#endif
 
 namespace {
+
+#if defined(TWINPLANE_AMX)
+// Whether the processor has tiles and the operating system lets this process use them, which it has to be asked for.
+bool may_use_tiles() {
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  constexpr uint32_t kNeeded = 1u << 24 | 1u << 25;  // AMX-TILE and AMX-INT8 in EDX of leaf 7
+  if ((edx & kNeeded) != kNeeded) return false;
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM, Linux 5.16
+  constexpr long kTileData = 18;               // XFEATURE_XTILE_DATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// AVX-512 but for the integer products.
+const Kernels* amx_table() {
+  static const bool may = may_use_tiles();
+  static const Kernels table = [] {
+    Kernels kernels = avx512::kTable;
+    kernels.name = "amx";
+    kernels.integer_product = amx::integer_product;
+    return kernels;
+  }();
+  return may ? &table : nullptr;
+}
+#endif
 
 const Kernels* find(const char* name) {
 #if defined(TWINPLANE_X86)
   // libgcc's check includes that the operating system saves the registers.
   const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (std::strcmp(name, "avx512") == 0 && has_avx2 && __builtin_cpu_supports("avx512f") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni"))
-    return &avx512::kTable;
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vnni");
+#if defined(TWINPLANE_AMX)
+  if (std::strcmp(name, "amx") == 0 && has_avx512) return amx_table();
+#endif
+  if (std::strcmp(name, "avx512") == 0 && has_avx512) return &avx512::kTable;
   if (std::strcmp(name, "avx2") == 0 && has_avx2) return &avx2::kTable;
 #endif
   return std::strcmp(name, "plain") == 0 ? &plain::kTable : nullptr;

@@ -14,7 +14,11 @@
 
 #include "kernels/cpu/sampling.inl"
 
+#include "kernels/cpu/panels.inl"
+
 #include "kernels/cpu/dense.inl"
+
+#include "kernels/cpu/quantized_group.inl"
 
 #include "kernels/cpu/quantized.inl"
 

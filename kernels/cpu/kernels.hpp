@@ -30,13 +30,14 @@ enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ4_
 enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
 // Each 32 values of a row of x as int8: x[k] is about scale * numbers[k], off by at most scale / 2.
-struct ActivationGroup {
+// A cache line each: numbers that straddle two make tile loads (isa_amx.cpp) twice as slow.
+struct alignas(64) ActivationGroup {
+  int8_t numbers[kGroup];
   float scale;         // greatest magnitude / 127; NaN if a value was not finite
   float weighted_sum;  // scale * sum of the numbers
   int32_t sums[2];     // of numbers 0 .. 15 and 16 .. 31
-  int8_t numbers[kGroup];
 };
-static_assert(sizeof(ActivationGroup) == 48);
+static_assert(sizeof(ActivationGroup) == 64);
 
 // acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. The sum is one
 // chain of multiply-adds in ascending k, whatever `rows` is: cutting K into steps only parks the chain in memory
@@ -58,8 +59,8 @@ struct IntegerProduct {
   const void* panel;
   WeightKind kind;
   int64_t depth;
-  const ActivationGroup* x;  // [rows][depth / kGroup]
-  int64_t x_stride;          // groups between rows
+  const ActivationGroup* x;  // [rows][x_stride]
+  int64_t x_stride;          // groups between rows, at least depth / kGroup
   int64_t rows;
   float* acc;
 };
@@ -202,6 +203,6 @@ struct Kernels {
 const Kernels& active();
 bool select(const char* name);
 bool supported(const char* name);
-inline constexpr const char* kInstructionSets[] = {"avx512", "avx2", "plain"};  // best first
+inline constexpr const char* kInstructionSets[] = {"amx", "avx512", "avx2", "plain"};  // best first
 
 }  // namespace twinplane::kernels

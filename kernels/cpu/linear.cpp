@@ -196,13 +196,13 @@ size_t PackedLinear::scratch_bytes(int64_t panels_at_once) const {
 PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
   if (!integer()) return {x, nullptr};
   static thread_local Scratch buffer;  // the caller's, read by all threads until the caller has its result
-  const int64_t groups = in_ / kGroup;
+  const int64_t stride = group_stride();
   auto* to =
-      static_cast<ActivationGroup*>(buffer.reserve(static_cast<size_t>(x.rows * groups) * sizeof(ActivationGroup)));
+      static_cast<ActivationGroup*>(buffer.reserve(static_cast<size_t>(x.rows * stride) * sizeof(ActivationGroup)));
   const int64_t per_tile = std::max<int64_t>(1, kFloatsPerTile / std::max<int64_t>(1, in_));
   pool.run(ceil_div(x.rows, per_tile), 0, [&](int64_t tile, void*) {
     for (int64_t row = tile * per_tile; row < std::min(x.rows, (tile + 1) * per_tile); ++row)
-      kernels_->quantize_activations(x.data + row * x.stride, in_, to + row * groups);
+      kernels_->quantize_activations(x.data + row * x.stride, in_, to + row * stride);
   });
   return {x, to};
 }
@@ -213,8 +213,8 @@ void PackedLinear::multiply(const Panel& panel, const Input& input, int64_t row,
     return kernels_->integer_product({.panel = panel.data,
                                       .kind = panel.kind,
                                       .depth = in_,
-                                      .x = input.groups + row * (in_ / kGroup),
-                                      .x_stride = in_ / kGroup,
+                                      .x = input.groups + row * group_stride(),
+                                      .x_stride = group_stride(),
                                       .rows = rows,
                                       .acc = acc});
   }

@@ -56,6 +56,14 @@ struct F16 {
     _mm256_storeu_ps(p, lo);
     _mm256_storeu_ps(p + 8, hi);
   }
+  // Of integral values from -127 to 127.
+  void store_int8(int8_t* p) const {
+    const __m256i wide[2] = {_mm256_cvtps_epi32(lo), _mm256_cvtps_epi32(hi)};
+    for (int i = 0; i < 2; ++i) {
+      const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide[i]), _mm256_extracti128_si256(wide[i], 1));
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(p + 8 * i), _mm_packs_epi16(words, words));
+    }
+  }
   void store_first(float* p, int64_t n) const {
     _mm256_maskstore_ps(p, first(n), lo);
     _mm256_maskstore_ps(p + 8, first(n - 8), hi);

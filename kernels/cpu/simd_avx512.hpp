@@ -51,6 +51,10 @@ struct F16 {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
+  // Of integral values from -127 to 127.
+  void store_int8(int8_t* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+  }
   void store_first(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, first(n), v); }
 
   F16 operator+(F16 o) const { return {_mm512_add_ps(v, o.v)}; }

@@ -59,6 +59,10 @@ struct F16 {
     return each([&](int i) { return static_cast<float>(p[i]); });
   }
   void store(float* p) const { std::memcpy(p, v, sizeof v); }
+  // Of integral values from -127 to 127.
+  void store_int8(int8_t* p) const {
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v[i]);
+  }
   void store_first(float* p, int64_t n) const {
     if (n > 0) std::memcpy(p, v, static_cast<size_t>(n < kLanes ? n : kLanes) * sizeof(float));
   }

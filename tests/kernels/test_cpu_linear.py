@@ -81,11 +81,12 @@ def test_fused_instruction_sets_agree_to_the_bit() -> None:
     """Both run the same chain of fused multiply-adds, so results survive a change of machine between them."""
     if "avx512" not in _cpu.supported_isas():
         pytest.skip("needs AVX-512 and AVX2")
+    before = _cpu.isa()
     x, results = normal(20, 576), []
     for name in ("avx512", "avx2"):
         _cpu.set_isa(name)
         results.append(apply(pack(normal(100, 576), "Q4_1")[0], x))
-    _cpu.set_isa("avx512")
+    _cpu.set_isa(before)
     assert torch.equal(*results)
 
 

@@ -1,0 +1,208 @@
+// Integer panel products on AMX, the matrix unit of some processors with AVX-512; for everything else such a processor
+// runs isa_avx512.cpp. A tile instruction multiplies 16 rows of x by 16 columns where a VNNI one takes one row. The
+// sums are scaled and added exactly as integer_strip (quantized.inl) does: which of the two runs changes no bit, so
+// rows that do not fill a tile go there.
+//
+//   tile of x         16 rows of x           the numbers of one group (or part), k in order
+//   tile of weights   a row for each quad    16 columns of 4 bytes: the words of a panel (formats.hpp), unpacked
+//   tile of sums      16 rows of x           16 columns of int32
+#include <immintrin.h>
+
+#include "kernels/cpu/formats.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "kernels/cpu/simd_avx512.hpp"
+
+namespace twinplane::kernels::amx {
+using namespace avx512;
+}
+#define TWINPLANE_ISA amx
+#include "kernels/cpu/unroll.inl"
+
+#include "kernels/cpu/panels.inl"
+
+#include "kernels/cpu/quantized_group.inl"
+
+namespace twinplane::kernels::avx512 {
+extern const Kernels kTable;
+}
+
+namespace twinplane::kernels::amx {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kBlockGroups = 8;  // groups unpacked at a time
+constexpr int kQuads = kGroup / 4;
+
+// The operand of ldtilecfg: the shape of each tile register.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int num_rows, int bytes) {
+    rows[tile] = static_cast<uint8_t>(num_rows);
+    row_bytes[tile] = static_cast<uint16_t>(bytes);
+  }
+};
+static_assert(sizeof(TileShapes) == 64);
+
+// Registers: sums 0 and 1, x 2 and 3, weights 4 and 5; two of each, for two steps in flight.
+void shape_tiles(int parts) {
+  TileShapes shapes;
+  for (int i = 0; i < 2; ++i) {
+    shapes.set(i, kTileRows, 64);
+    shapes.set(2 + i, kTileRows, kGroup / parts);
+    shapes.set(4 + i, kQuads / parts, 64);
+  }
+  // GCC 12 believes that the intrinsic reads the first 8 bytes only.
+  asm volatile("" ::"r"(&shapes) : "memory");
+  _tile_loadconfig(&shapes);
+}
+
+// Some groups of a panel as the tiles want them.
+template <WeightKind Kind>
+struct Unpacked {
+  using Group = QuantizedGroup<Kind>;
+  static constexpr int kParts = Group::kParts;
+  static constexpr bool kMinimum = Group::kMinimum;
+
+  alignas(64) int8_t numbers[kBlockGroups][kPanelVectors][kQuads][64];  // less the format's offset
+  alignas(64) float scale[kBlockGroups][kParts][kPanelVectors][16];
+  alignas(64) float minimum[kBlockGroups][kPanelVectors][16];
+
+  void fill(const void* panel, int64_t first, int64_t groups) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const Group group(static_cast<const uint8_t*>(panel), first + g);
+      unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
+        unroll<kParts>([&](auto part)
+                           TWINPLANE_INLINE { group.scale[part.value][v.value].store(scale[g][part.value][v.value]); });
+        if constexpr (kMinimum) group.minimum[v.value].store(minimum[g][v.value]);
+      });
+      unroll<kParts>([&](auto part) TWINPLANE_INLINE {
+        group.template for_quads<part.value>([&](int64_t t, const Words(&words)[kPanelVectors]) TWINPLANE_INLINE {
+          unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
+            const __m512i number = _mm512_sub_epi8(words[v.value].v, _mm512_set1_epi8(Group::kFormat.offset));
+            _mm512_store_si512(numbers[g][v.value][t], number);
+          });
+        });
+      });
+    }
+  }
+};
+
+// multiply(slot, step) for each step, and add(slot, step) when the next one is being multiplied already.
+template <class Multiply, class Add>
+TWINPLANE_INLINE inline void overlapped(int64_t steps, const Multiply& multiply, const Add& add) {
+  multiply(Index<0>{}, 0);
+  for (int64_t step = 0; step < steps; step += 2) {
+    if (step + 1 < steps) multiply(Index<1>{}, step + 1);
+    add(Index<0>{}, step);
+    if (step + 1 == steps) break;
+    if (step + 2 < steps) multiply(Index<0>{}, step + 2);
+    add(Index<1>{}, step + 1);
+  }
+}
+
+// Register numbers of tiles are part of the instruction.
+template <int Slot>
+TWINPLANE_INLINE inline void multiply_tiles(const int8_t* x, int64_t x_stride, const int8_t* weights, void* sums) {
+  asm volatile("" ::: "memory");  // what the tiles read has been written
+  if constexpr (Slot == 0) {
+    _tile_loadd(2, x, x_stride);
+    _tile_loadd(4, weights, 64);
+    _tile_zero(0);
+    _tile_dpbssd(0, 2, 4);
+    _tile_stored(0, sums, 64);
+  } else {
+    _tile_loadd(3, x, x_stride);
+    _tile_loadd(5, weights, 64);
+    _tile_zero(1);
+    _tile_dpbssd(1, 3, 5);
+    _tile_stored(1, sums, 64);
+  }
+}
+
+// Columns 16 v .. 16 v + 15 of 16 rows, over the groups unpacked.
+template <WeightKind Kind>
+[[gnu::noinline]] void tile_strip(const Unpacked<Kind>& weights, int v, int64_t groups, const ActivationGroup* x,
+                                  int64_t x_stride, float* acc) {
+  constexpr int kParts = Unpacked<Kind>::kParts;
+  alignas(64) int32_t sums[2][kTileRows][16];
+  F16 total[kTileRows];
+  unroll<kTileRows>([&](auto r) TWINPLANE_INLINE { total[r.value] = F16::load(acc + r.value * kPanelColumns); });
+
+  const auto multiply = [&](auto slot, int64_t step) TWINPLANE_INLINE {
+    const int64_t g = step / kParts;
+    const int64_t part = step % kParts;
+    multiply_tiles<slot.value>(x[g].numbers + part * kGroup / kParts,
+                               x_stride * static_cast<int64_t>(sizeof(ActivationGroup)),
+                               weights.numbers[g][v][part * kQuads / kParts], sums[slot.value]);
+  };
+  const auto add = [&](auto slot, int64_t step) TWINPLANE_INLINE {
+    const int64_t g = step / kParts;
+    const ActivationRows<kTileRows> rows(x + g, x_stride);
+    const F16 column_scale = F16::load(weights.scale[g][step % kParts][v]);
+    const F16 minimum = Unpacked<Kind>::kMinimum ? F16::load(weights.minimum[g][v]) : F16::zero();
+    unroll<kTileRows>([&](auto r) TWINPLANE_INLINE {
+      const ActivationGroup& a = rows.group(r);
+      const F16 sum{_mm512_cvtepi32_ps(_mm512_load_si512(sums[slot.value][r.value]))};
+      total[r.value] = total[r.value].plus_product(sum, column_scale * F16::broadcast(a.scale));
+      if constexpr (Unpacked<Kind>::kMinimum)
+        total[r.value] = total[r.value].plus_product(minimum, F16::broadcast(a.weighted_sum));
+    });
+  };
+  overlapped(groups * kParts, multiply, add);
+  unroll<kTileRows>([&](auto r) TWINPLANE_INLINE { total[r.value].store(acc + r.value * kPanelColumns); });
+}
+
+template <WeightKind Kind>
+void tile_product(const IntegerProduct& p) {
+  const int64_t tiled = p.rows / kTileRows * kTileRows;
+  for (int64_t i = 0; i < tiled * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
+  Unpacked<Kind> weights;
+  shape_tiles(Unpacked<Kind>::kParts);
+  for (int64_t first = 0; first < p.depth / kGroup; first += kBlockGroups) {
+    const int64_t groups = p.depth / kGroup - first < kBlockGroups ? p.depth / kGroup - first : kBlockGroups;
+    weights.fill(p.panel, first, groups);
+    for (int64_t row = 0; row < tiled; row += kTileRows) {
+      for (int v = 0; v < kPanelVectors; ++v) {
+        tile_strip<Kind>(weights, v, groups, p.x + row * p.x_stride + first, p.x_stride,
+                         p.acc + row * kPanelColumns + 16 * v);
+      }
+    }
+  }
+  _tile_release();  // else every switch of threads saves 8 KiB
+  if (tiled == p.rows) return;
+  IntegerProduct rest = p;
+  rest.x += tiled * p.x_stride;
+  rest.acc += tiled * kPanelColumns;
+  rest.rows -= tiled;
+  avx512::kTable.integer_product(rest);
+}
+
+}  // namespace
+
+void integer_product(const IntegerProduct& p) {
+  if (p.rows < kTileRows) return avx512::kTable.integer_product(p);
+  switch (p.kind) {
+    case WeightKind::kQ8_0:
+      return tile_product<WeightKind::kQ8_0>(p);
+    case WeightKind::kQ4_0:
+      return tile_product<WeightKind::kQ4_0>(p);
+    case WeightKind::kQ4_1:
+      return tile_product<WeightKind::kQ4_1>(p);
+    case WeightKind::kQ4_K:
+      return tile_product<WeightKind::kQ4_K>(p);
+    case WeightKind::kQ5_K:
+      return tile_product<WeightKind::kQ5_K>(p);
+    case WeightKind::kQ6_K:
+      return tile_product<WeightKind::kQ6_K>(p);
+    case WeightKind::kFloat32:
+    case WeightKind::kBfloat16:
+      return;  // not quantized: nobody asks
+  }
+}
+
+}  // namespace twinplane::kernels::amx
