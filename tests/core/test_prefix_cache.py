@@ -147,7 +147,8 @@ def test_reset_forgets_what_is_cached_and_what_is_in_use() -> None:
     rig.check_at_rest()
 
 
-def test_a_new_session_begins_with_an_empty_cache() -> None:
+def test_A14_a_new_session_begins_with_an_empty_cache() -> None:
+    """Weights only ever change with the data plane that holds them."""
     rig = Rig()
     ask(rig, 1, Request(prompt(40)))
     rig.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -110,6 +111,39 @@ def test_a_prompt_that_shares_copied_blocks_continues_like_the_original(tmp_path
     second.open(1, flags=int(RowFlag.GREEDY))
     second.sequence(1, 39, text[39:], samples=True)
     assert int(run_step(worker, rings, second).entries[0]["token"]) == expected
+
+
+def answer(session, text: list[int], new: int, row: int, table: list[int], computed: int, chunk: int) -> list[int]:
+    """`new` tokens after `text` from a row whose first `computed` tokens are in the blocks of its table already."""
+    worker, rings, numbers = session
+    tokens: list[int] = []
+    step = StepBuilder(next(numbers), writes=[(row, index, block) for index, block in enumerate(table)])
+    step.open(row, flags=int(RowFlag.GREEDY))
+    while len(tokens) < new:
+        part = text[computed : computed + chunk] or tokens[-1:]
+        step.sequence(row, computed, part, samples=computed + len(part) >= len(text))
+        computed += len(part)
+        tokens += [int(entry["token"]) for entry in run_step(worker, rings, step).entries]
+        step = StepBuilder(next(numbers))
+    return tokens
+
+
+@pytest.mark.parametrize("chunk", [7, 32])
+@pytest.mark.parametrize("family", ["mistral sliding window", "qwen2 some layers windowed", "gemma3"])
+def test_A20_windows_hold_at_every_edge_in_chunks_and_behind_cached_blocks(family, chunk, tmp_path):
+    """A prompt computed in chunks; then another row that begins with its whole blocks, as the prefix cache hands them over."""
+    config = {**NATIVE, **FALLBACK}[family]()
+    model = tiny_models.make(config)
+    served = Served(tiny_models.save(model, tmp_path))
+    window, size = config.sliding_window, served.block_size
+    for length in (window - 1, window, window + 1, 3 * window + 8):
+        text, new = prompts((length,), seed=length)[0], 6
+        blocks, cached = -(-(length + new) // size), (length - 1) // size
+        session = (*served.session(), itertools.count())
+        expected = reference_tokens(model, [text], new)[0]
+        assert answer(session, text, new, 0, [10 + i for i in range(blocks)], 0, chunk) == expected
+        mine = [30 + i for i in range(blocks - cached)]
+        assert answer(session, text, new, 1, [10 + i for i in range(cached)] + mine, cached * size, chunk) == expected
 
 
 def test_a_model_with_its_own_attention_is_refused_by_name():

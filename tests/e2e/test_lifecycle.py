@@ -16,6 +16,10 @@ from oracle import Oracle
 from twinplane.benchmarks.load import Outcome, Request, closed_loop
 from twinplane.benchmarks.server import Server
 from twinplane.client import Client, TwinplaneError
+from twinplane.shared import wire
+from twinplane.shared.lifeline import LifelineClient, RefusedError
+from twinplane.shared.messages import Hello
+from twinplane.shared.segment import instance_names
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -212,3 +216,18 @@ def test_the_command_line_client_streams_an_answer(server: Server) -> None:
     command = [server.command[0], "-m", "twinplane.cli.main", "chat", "--addr", server.address, "--temperature", "0"]
     answer = subprocess.run([*command, "What is the capital of France?"], capture_output=True, timeout=60, check=True, text=True)
     assert "The capital of France is Paris." in answer.stdout
+
+
+def test_A14_a_data_plane_with_other_weights_is_refused(serve: Serve) -> None:
+    """Nobody replaces the weights below a served model, and with them the meaning of what is cached."""
+    server = serve(command="control-plane").start()
+    hello = Hello(
+        layout_hash=f"{wire.LAYOUT_HASH:x}", pid=os.getpid(), start_time=0, device="cpu", model="/somewhere/else", fingerprint="other",
+        block_size=16, num_blocks=8, num_host_blocks=0, kv_dtype="float32", dtype="float32", kv_bytes_per_block=64, max_model_len=128,
+        vocab_size=100, num_layers=2, loaded=False,
+    )  # fmt: skip
+    lifeline = LifelineClient.connect(instance_names(server.instance).socket, timeout=60)
+    with pytest.raises(RefusedError, match=r"it serves /somewhere/else \(fingerprint other\), the control plane was started for"):
+        lifeline.handshake(hello)
+    lifeline.close()
+    assert server.stop() == 0

@@ -56,3 +56,19 @@ def test_an_answer_is_part_of_the_next_turns_prefix_and_a_reset_forgets_all(serv
         assert ask(client, turn).usage.cached_prompt_tokens > len(prompt) + BLOCK
         client.reset_prefix_cache()
         assert ask(client, turn).usage.cached_prompt_tokens == 0
+
+
+def test_A15_log_probabilities_and_echoed_prompts_do_not_depend_on_what_is_cached(server: Server, prompts: list[tuple[int, ...]]) -> None:
+    """Log-probabilities are offered for the answer's tokens; of the prompt, its ids."""
+    prompt = max(prompts, key=len)[:100]
+    shorter = (*prompt[:64], 9, 8, 7)
+    with Client(server.address) as client:
+        client.reset_prefix_cache()
+        for asked in (prompt, shorter):
+            cold = ask(client, asked, prefix_cache=False, logprobs=True, echo_prompt_tokens=True)
+            warm = [ask(client, asked, logprobs=True, echo_prompt_tokens=True) for _ in range(3)]
+            assert warm[-1].usage.cached_prompt_tokens >= 64
+            for result in (cold, *warm):
+                assert tuple(result.prompt_token_ids) == asked
+                assert len(result.logprobs) == len(result.token_ids) == 8
+                assert (result.token_ids, result.logprobs) == (cold.token_ids, cold.logprobs)
