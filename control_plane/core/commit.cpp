@@ -8,6 +8,8 @@
 namespace twinplane::core {
 namespace {
 
+constexpr double kKeptRate = 1.0 / 8;  // how fast the share that stays cached follows
+
 wire::RowOpen row_open(const Sequence& sequence) {
   const Sampling& sampling = sequence.params.sampling;
   uint32_t flags = 0;
@@ -84,24 +86,28 @@ BlockCount Scheduler::first_to_save(const Sequence& sequence) const {
   return shared_blocks(sequence.prompt_tokens, session_->pool.block_size);
 }
 
-// Swapping costs the way there and back of every block; recomputing costs the prefill of every token, beside those that
-// run then, except those whose blocks others hold on to. Beams are always computed again: who becomes whose child is
+// Swapping costs the way there of every block, and back of those that are not cached any more; recomputing costs the
+// prefill of these, beside those that run then. What others hold on to is in neither. How much stays cached is taken to
+// be what it was lately. Beams are always computed again: who becomes whose child is
 // decided by fresh candidates.
 bool Scheduler::is_worth_swapping(std::span<Sequence* const> victims, const StepWriter& step) const {
   const TokenCount block_size = session_->pool.block_size;
   BlockCount blocks;
-  double recompute_us = 0;
+  double recompute_us = 0, swap_us = 0;
   for (const Sequence* const victim : victims) {
     if (is_beam(*victim) || victim->is_following || victim->has_copy_source) return false;
     if (victim->num_computed == TokenCount{0}) return false;
     const BlockCount first = first_to_save(*victim);
-    blocks += blocks_for(victim->num_computed, block_size) - first;
+    const BlockCount own = blocks_for(victim->num_computed, block_size) - first;
+    blocks += own;
     const uint32_t known = first.value * block_size.value;
-    recompute_us +=
-        session_->costs.recompute_us(victim->num_computed.value - known, known, config_.max_chunk_tokens.value);
+    const double lost_share = victim->params.uses_cache ? 1 - session_->kept_share : 1;
+    swap_us += (1 + lost_share) * session_->costs.swap_us(own);
+    recompute_us += lost_share * session_->costs.recompute_us(victim->num_computed.value - known, known,
+                                                              config_.max_chunk_tokens.value);
   }
   if (blocks > session_->host.free() || blocks.value > step.room_for_swap_outs()) return false;
-  return session_->costs.swap_us(blocks) < recompute_us;
+  return swap_us < recompute_us;
 }
 
 void Scheduler::swap_out(Sequence& sequence, StepWriter& step) {
@@ -172,6 +178,7 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
   open_row(sequence, step, now);
   BlockManager& blocks = session_->blocks;
   const bool is_swapped = sequence.is_swapped();
+  if (!is_new) note_kept(sequence, admission.match);
   blocks.attach(sequence, admission.match);
   for (BlockCount i; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
   const bool copies = admission.match.partial != TokenCount{0};
@@ -194,6 +201,14 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
     });
   }
   schedule({&sequence, admission.tokens}, wire::kSeqFlagChunk, record, step);
+}
+
+// A preempted sequence comes back: so much of what it had is still cached.
+void Scheduler::note_kept(const Sequence& sequence, const Match& match) {
+  const uint32_t had = sequence.known().value - 1;
+  if (had == 0 || !sequence.params.uses_cache) return;
+  const double kept = std::min(1.0, 1.0 * match.blocks.value * session_->pool.block_size.value / had);
+  session_->kept_share += kKeptRate * (kept - session_->kept_share);
 }
 
 // It comes in before so many who stand directly before it.

@@ -84,7 +84,7 @@ bool CostModel::is_trusted() const {
   return mixed.seen >= kSeenToTrust && mixed.spread <= kSpreadToTrust;
 }
 
-double CostModel::swap_us(BlockCount blocks) const { return 2.0 * blocks.value * cost_us(kSwaps); }
+double CostModel::swap_us(BlockCount blocks) const { return blocks.value * cost_us(kSwaps); }
 
 void CostModel::expect_swap_us(double us) { prior_[kSwaps] = us; }
 

@@ -56,7 +56,7 @@ class CostModel {
   // is refused for a reason.
   bool is_trusted() const;
 
-  // What moving so many blocks to the host's pool and back again takes, in microseconds.
+  // What moving so many blocks one way between the two pools takes, in microseconds.
   double swap_us(BlockCount blocks) const;
 
   // Before the first step: what moving one block one way takes, as the data plane measured it. Steps that swap may say

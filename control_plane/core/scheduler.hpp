@@ -125,6 +125,7 @@ class Scheduler {
   void come_back(const Sequence& first, Sequence& member, StepWriter& step);
   void carry_out(const StepPlan& plan, StepRecord& record, StepWriter& step);
   void admit(const Admission& admission, StepRecord& record, StepWriter& step, Nanos now);
+  void note_kept(const Sequence& sequence, const Match& match);
   void count_overtaken(const Sequence& sequence, size_t overtakes);
   void send(StepWriter& step, Nanos now);
   void add_block(Sequence& sequence, StepWriter& step);

@@ -54,9 +54,10 @@ struct Session {
   StepSeq retired;                  // steps whose last result came
   std::vector<StepRecord> records;  // of the steps in flight
   CostModel costs;                  // of this data plane's steps
-  Nanos finished;                   // when the data plane was done with the last step that retired
-  Nanos idle_since;                 // the data plane has been idle since then although there is work; 0 = it is not
-  bool has_failed = false;          // a step failed or the peer broke the protocol: nothing more is sent
+  double kept_share = 0;    // of what the preempted had computed, what was still cached when they came back, lately
+  Nanos finished;           // when the data plane was done with the last step that retired
+  Nanos idle_since;         // the data plane has been idle since then although there is work; 0 = it is not
+  bool has_failed = false;  // a step failed or the peer broke the protocol: nothing more is sent
 };
 
 // Who is in the core. Survives sessions.

@@ -117,3 +117,18 @@ def test_a_step_that_swaps_says_nothing_about_the_cost_of_prompts() -> None:
     stats = rig.scheduler.stats()
     assert stats.blocks_swapped_in > 200
     assert stats.step_margin < 1.25 and stats.predicted_us == pytest.approx(stats.step_us, rel=0.1)
+
+
+def test_what_is_still_cached_on_return_is_not_paid_for_by_swapping_it_out() -> None:
+    """At 700 us a block and way, swapping is a little cheaper than computing everything again, and dearer than computing the rest."""
+    swapped = []
+    for cache in (False, True):
+        cost = linear_cost(constant=1_000, decode=10, token=100, swap=700.0)
+        rig = TimedRig(cost, num_blocks=56, host_blocks=1_000, swap_block_ns=1_400_000, max_model_len=900)
+        for _ in range(40):
+            rig.submit(150, 200, cache=cache)
+        while rig.turn():
+            pass
+        assert rig.scheduler.stats().preemptions > 20
+        swapped.append(rig.scheduler.stats().blocks_swapped_out)
+    assert 2 * swapped[1] < swapped[0]
