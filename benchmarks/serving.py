@@ -16,8 +16,7 @@ from pathlib import Path
 
 from .load import Request, closed_loop, lognormal_requests, summary
 from .server import Server, demo_model
-
-_VOCAB = 49152
+from .workloads import VOCAB_SIZE
 
 
 class Transformers:
@@ -47,7 +46,7 @@ class Transformers:
 
 def run(rounds: int = 3, requests: int = 32, concurrency: int = 16, new_tokens: int = 64, options: Sequence[str] = ()) -> dict[str, object]:
     """Medians over ``rounds`` alternating rounds, and the ratio of each round."""
-    load = [Request(r.prompt, new_tokens) for r in lognormal_requests(requests, vocab_size=_VOCAB)]
+    load = [Request(r.prompt, new_tokens) for r in lognormal_requests(requests, vocab_size=VOCAB_SIZE)]
     peer = Transformers()
     ours: list[dict[str, float]] = []
     theirs: list[float] = []

@@ -17,10 +17,10 @@ from twinplane.v1 import generation_pb2_grpc as rpc
 
 from .load import Outcome, Request, generate
 from .server import Server, demo_model
+from .workloads import VOCAB_SIZE
 
 _SAMPLE_PERIOD_S = 5.0
 _CANCEL_SHARE = 0.3
-_VOCAB = 49152
 
 
 def memory_mib(process: psutil.Process) -> float:
@@ -30,7 +30,7 @@ def memory_mib(process: psutil.Process) -> float:
 
 
 def random_request(draw: random.Random) -> Request:
-    prompt = tuple(draw.randrange(3, _VOCAB) for _ in range(draw.randrange(1, 120)))
+    prompt = tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 120)))
     max_tokens = draw.randrange(1, 48)
     leaves = draw.random() < _CANCEL_SHARE
     return Request(prompt, max_tokens, cancel_after=draw.randrange(0, max_tokens) if leaves else None)
