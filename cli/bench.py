@@ -1,7 +1,7 @@
 """``twinplane bench``: the quick measurements of :mod:`twinplane.benchmarks` on this machine.
 
-A benchmark is a module there with ``run(...) -> Mapping[str, object]``: figures by name, units in the names. Its whole-number parameters
-can be set as ``--name N`` or ``name=N``.
+A benchmark is a module there with ``run(...) -> Mapping[str, object]``: figures by name, units in the names. Its parameters that default to
+a whole number or a text can be set as ``--name VALUE`` or ``name=VALUE``. If it has ``text(figures) -> str``, that is how they are printed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ BENCHMARKS = {
     "interference": "inter-token latency of streams while long prompts arrive",
     "warm": "time to first token behind a long system prompt, cold and cached",
     "soak": "minutes under load with cancels: what grows, what is left",
+    "peers": "the same loads on other engines, if they are installed (benchmarks/peers/README.md)",
 }
 
 
@@ -45,7 +46,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("name", choices=sorted(BENCHMARKS), metavar="NAME", help="which; see below")
-    parser.add_argument("parameters", nargs="*", type=_parameter, metavar="--PARAMETER N", help="parameters of the benchmark")
+    parser.add_argument("parameters", nargs="*", type=_parameter, metavar="--PARAMETER VALUE", help="parameters of the benchmark")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return parser
 
@@ -68,11 +69,26 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
 
-def _parameter(text: str) -> tuple[str, int]:
+def _parameter(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier() and value.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected --name N or name=N with a whole number, got {text!r}")
-    return name, int(value)
+    if not (equals and name.isidentifier() and value):
+        raise argparse.ArgumentTypeError(f"expected --name VALUE or name=VALUE, got {text!r}")
+    return name, value
+
+
+def _values(given: Sequence[tuple[str, str]], known: Mapping[str, inspect.Parameter]) -> dict[str, object]:
+    """What was given, as the types of the parameters' defaults. Raises ValueError with a sentence for the user."""
+    values: dict[str, object] = {}
+    for name, value in given:
+        if name not in known:
+            raise ValueError(f"no parameter {name!r}; it has {', '.join(known)}")
+        if isinstance(known[name].default, str):
+            values[name] = value
+        elif isinstance(known[name].default, int) and value.isdecimal():
+            values[name] = int(value)
+        else:
+            raise ValueError(f"{name} takes a whole number, not {value!r}")
+    return values
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,17 +97,16 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"twinplane bench {args.name}: {error} (pip install 'twinplane[data-plane,test]' brings it)", file=sys.stderr)
         return 1
-    known = inspect.signature(benchmark.run).parameters
-    unknown = [name for name, _ in args.parameters if name not in known]
-    if unknown:
-        print(f"twinplane bench {args.name}: no parameter {unknown[0]!r}; it has {', '.join(known)}", file=sys.stderr)
-        return EXIT_USAGE
     try:
-        figures: Mapping[str, object] = benchmark.run(**dict(args.parameters))
+        values = _values(args.parameters, inspect.signature(benchmark.run).parameters)
+        figures: Mapping[str, object] = benchmark.run(**values)
+    except ValueError as error:
+        print(f"twinplane bench {args.name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"twinplane bench {args.name}: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(dict(figures)) if args.json else _table(figures))
+    print(json.dumps(dict(figures)) if args.json else getattr(benchmark, "text", _table)(figures))
     return 0
 
 

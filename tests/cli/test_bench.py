@@ -42,9 +42,22 @@ def test_an_unknown_parameter_is_answered_with_those_there_are(tick, capsys):
     assert "it has running, ticks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["tick", "running"], ["tick", "running=many"], ["tick", "--running"], ["tick", "--running", "x"]]
-)
+@pytest.mark.parametrize("arguments", [["tick", "running=many"], ["tick", "--running", "x"]])
+def test_a_number_must_be_one(tick, capsys, arguments):
+    assert main(["bench", *arguments]) == 2
+    assert "running takes a whole number, not" in capsys.readouterr().err
+
+
+def test_a_benchmark_may_take_texts_and_print_itself(tick, capsys):
+    tick.run = lambda engines="all", rounds=3: {"engines": engines, "rounds": rounds}
+    tick.text = lambda figures: f"{figures['rounds']} rounds of {figures['engines']}"
+    assert main(["bench", "tick", "--engines", "a,b", "--rounds=2"]) == 0
+    assert capsys.readouterr().out == "2 rounds of a,b\n"
+    assert main(["bench", "tick", "--engines", "a,b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"engines": "a,b", "rounds": 3}
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["tick", "running"], ["tick", "--running"]])
 def test_nonsense_is_a_usage_error(arguments):
     with pytest.raises(SystemExit) as caught:
         main(["bench", *arguments])
