@@ -11,9 +11,11 @@ import importlib
 import inspect
 import json
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from twinplane.cli import EXIT_USAGE
@@ -99,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     try:
         values = _values(args.parameters, inspect.signature(benchmark.run).parameters)
-        figures: Mapping[str, object] = benchmark.run(**values)
+        with _unwound_by_sigterm():
+            figures: Mapping[str, object] = benchmark.run(**values)
     except ValueError as error:
         print(f"twinplane bench {args.name}: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -108,6 +111,20 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(json.dumps(dict(figures)) if args.json else getattr(benchmark, "text", _table)(figures))
     return 0
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an exception, so that the servers a benchmark started end with it."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _table(figures: Mapping[str, object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import types
 from importlib.util import find_spec
@@ -62,6 +63,22 @@ def test_nonsense_is_a_usage_error(arguments):
     with pytest.raises(SystemExit) as caught:
         main(["bench", *arguments])
     assert caught.value.code == 2
+
+
+def test_sigterm_lets_a_benchmark_end_what_it_started(tick):
+    ended, before = [], signal.getsignal(signal.SIGTERM)
+
+    def run():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            ended.append("server")
+
+    tick.run = run
+    with pytest.raises(SystemExit, match="143"):
+        main(["bench", "tick"])
+    assert ended == ["server"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_benchmark_that_can_not_run_says_why(tick, capsys):
