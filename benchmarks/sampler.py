@@ -128,6 +128,9 @@ class _Rings:
 
     def publish(self) -> None: ...
 
+    def interrupted(self) -> int:
+        return 0
+
     def set_phase(self, phase: int, step: int) -> None: ...
 
 
@@ -137,7 +140,7 @@ def _decode_step(opens: NDArray[np.void], batch: int, capacities: wire.Capacitie
     slot = np.zeros(layout.bytes, dtype=np.uint8)
     header, seqs = np.zeros(1, dtype=wire.STEP_HEADER), np.zeros(batch, dtype=wire.SEQ_ENTRY)
     header["num_seqs"] = header["num_decodes"] = header["num_tokens"] = batch
-    header["num_opens"] = len(opens)
+    header["num_opens"], header["num_substeps"] = len(opens), 1
     seqs["row"], seqs["token_start"], seqs["position"] = range(batch), range(batch), _POSITION
     seqs["num_tokens"], seqs["flags"] = 1, wire.SeqFlag.SAMPLES
     tokens = np.full(batch, 0 if len(opens) else wire.NO_TOKEN, dtype=np.int32)

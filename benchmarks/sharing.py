@@ -65,6 +65,9 @@ class _Rings:
     def publish(self) -> None:
         self.result = self._slot.tobytes()
 
+    def interrupted(self) -> int:
+        return 0
+
     def set_phase(self, phase: int, step: int) -> None: ...
 
 

@@ -87,6 +87,7 @@ class CoreConfig:
         max_step_tokens: int = 2048,
         max_chunk_tokens: int = 512,
         depth: int = 2,
+        max_substeps: int = 1,  # tokens per sequence that the data plane may make of one step; at most 64
         max_waiting_requests: int = 1024,
         max_waiting_tokens: int = 1 << 20,
         max_model_len: int = 2048,
@@ -140,6 +141,8 @@ class Stats(NamedTuple):
     steps_over_target: int  # of these, slower than itl_target_us
     dequeued: int  # requests that left the waiting queue since the start, for whatever reason, less those put back
     dequeued_tokens: int  # their tokens
+    results_taken: int  # more than steps_retired where steps had several substeps
+    steps_interrupted: int  # of several substeps, asked to end early
 
 class Scheduler:
     """The scheduler without thread, rings and clock: for tests and the simulator. Not thread-safe."""
@@ -152,6 +155,9 @@ class Scheduler:
     def reset_prefix_cache(self) -> None: ...
     def tick(self, now_ns: int) -> bytes | None:
         """Plan and commit one step; the bytes of its slot (StepSlotLayout), or None when there is nothing to send."""
+    @property
+    def interrupted(self) -> int:
+        """Steps below this number are to end after the substep under way; 0 = none. It only grows within a session."""
     def retire(self, result: bytes, now_ns: int) -> None:
         """Take one result slot (ResultSlotLayout)."""
     def poll(self) -> list[Event]: ...

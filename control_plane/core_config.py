@@ -14,6 +14,7 @@ def core_config(settings: ControlPlaneSettings, *, max_model_len: int) -> _core.
         max_step_tokens=settings.max_num_batched_tokens,
         max_chunk_tokens=settings.max_chunk_tokens,
         depth=settings.overlap_depth,
+        max_substeps=settings.max_substeps,
         max_waiting_requests=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
         max_model_len=max_model_len,

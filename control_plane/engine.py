@@ -147,6 +147,8 @@ class Engine:
         logger.info(
             "scheduler",
             steps=stats.steps_retired,
+            substeps=stats.results_taken,
+            steps_interrupted=stats.steps_interrupted,
             tokens=stats.tokens_emitted,
             prompt_tokens=stats.prompt_tokens_computed,
             cached_prompt_tokens=stats.cached_tokens,

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.step import StepView
-from twinplane.shared.wire import NO_TOKEN, ROW_OPEN, Capacities, ExtraKind, SeqFlag
+from twinplane.shared.wire import NO_TOKEN, ROW_OPEN, Capacities, ExtraKind, ResultFlag, SeqFlag
 
 Ids = NDArray[np.int64]
 
@@ -35,6 +35,16 @@ class Attachments:
     seen: NDArray[np.bool_] | None = None  # [vocab], in prompt or output; present if the row has penalties
 
 
+@dataclass(slots=True)
+class Decodes:
+    """What is left of a step of several substeps: its rows that have not ended, each with one token to go in the next substep."""
+
+    rows: Ids  # [R], in the step's order
+    positions: Ids  # [R], of the token each sampled last, which goes in next
+    block_tables: NDArray[np.int32]  # [R, M], wide enough for every substep
+    substeps: int  # to go
+
+
 class Rows:
     """State of all rows. Not thread-safe: the worker's loop owns it."""
 
@@ -45,6 +55,10 @@ class Rows:
         self.last_token = np.full(capacities.max_rows, NO_TOKEN, dtype=np.int32)
         self.attachments: dict[int, Attachments] = {}
         self._num_blocks = num_blocks
+        # Tokens that end a row, padded with NO_TOKEN, from position `_stops_from` on. Apart from the attachments: nearly every row
+        # has some, and only steps of several substeps look at them.
+        self._stop_ids = np.full((capacities.max_rows, 0), NO_TOKEN, dtype=np.int32)
+        self._stops_from = np.zeros(capacities.max_rows, dtype=np.int64)
         # One column more than a sequence needs: the control plane may reserve the next block early.
         self._block_table = np.zeros((capacities.max_rows, -(-max_model_len // block_size) + 1), dtype=np.int32)
 
@@ -71,6 +85,7 @@ class Rows:
             raise StepError(f"a row wants {int(step.opens['num_candidates'].max())} candidates, the vocabulary has {self.vocab_size}")
         self.params[rows] = step.opens
         self.last_token[rows] = NO_TOKEN
+        self._stop_ids[rows] = NO_TOKEN
         for row in rows.tolist():
             self.attachments.pop(row, None)
             if has_penalties(self.params[row]):
@@ -86,8 +101,18 @@ class Rows:
             payload = words[at + 3 : at + 3 + count]
             if len(payload) != count:
                 raise StepError(f"attachment of row {row} says {count} words, only {len(payload)} follow")
-            self._attach_one(row, self.attachments.setdefault(row, Attachments()), ExtraKind(kind), payload)
+            if kind == ExtraKind.STOP_TOKENS:
+                self._stop_at(row, payload)
+            else:
+                self._attach_one(row, self.attachments.setdefault(row, Attachments()), ExtraKind(kind), payload)
             at += 3 + count
+
+    def _stop_at(self, row: int, words: NDArray[np.uint32]) -> None:
+        ids = words[1:].astype(np.int32)
+        if (more := len(ids) - self._stop_ids.shape[1]) > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=NO_TOKEN)
+        self._stops_from[row] = words[0]
+        self._stop_ids[row, : len(ids)] = ids
 
     def _attach_one(self, row: int, to: Attachments, kind: ExtraKind, words: NDArray[np.uint32]) -> None:
         if kind is ExtraKind.LOGIT_BIAS:
@@ -157,6 +182,52 @@ class Rows:
             bad = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
             raise StepError(f"row {int(token_rows[bad])} has input token {int(tokens[bad])}, the vocabulary has {self.vocab_size}")
         return tokens
+
+    # --------------------------------------------------------------------------------------- substeps
+
+    def decodes(self, step: StepView) -> Decodes:
+        """All rows of a step of several substeps, after the first of which each will have sampled one token. Raises StepError."""
+        seqs = step.seqs
+        if step.num_decodes != len(seqs) or not (seqs["flags"] & SeqFlag.SAMPLES).all():
+            raise StepError(f"a step of {step.num_substeps} substeps has {len(seqs)} sequences, of which {step.num_decodes} are decodes")
+        rows, positions = seqs["row"].astype(np.int64), seqs["position"].astype(np.int64) + 1
+        width = -(-(int(positions.max()) + step.num_substeps - 1) // self.block_size)
+        return Decodes(rows, positions, self._block_table[rows, :width], step.num_substeps - 1)
+
+    def go_on(self, decodes: Decodes, entries: NDArray[np.void]) -> bool:
+        """`decodes` have sampled `entries` [R]: drops the rows which that ends. Returns whether a substep is to follow."""
+        kept = np.flatnonzero(~self._ended(decodes, entries))
+        if len(kept) < len(entries):
+            decodes.rows, decodes.positions = decodes.rows[kept], decodes.positions[kept]
+            decodes.block_tables = decodes.block_tables[kept]
+        return len(kept) > 0 and decodes.substeps > 0
+
+    def _ended(self, decodes: Decodes, entries: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Which rows have no next token, by the rules of the control plane, whose word counts: a stop token, length, no logits."""
+        rows, positions = decodes.rows, decodes.positions
+        stopped = (self._stop_ids[rows] == entries["token"][:, None]).any(axis=1) & (positions >= self._stops_from[rows])
+        finished = (positions + 1 >= self.params["limit"][rows]) | ((entries["flags"] & ResultFlag.NOT_FINITE) != 0)
+        ended: NDArray[np.bool_] = stopped | finished
+        return ended
+
+    def next_batch(self, decodes: Decodes) -> Batch:
+        """The batch of the next substep, whose inputs are the tokens sampled last; `decodes` move on by one token."""
+        count, positions = len(decodes.rows), decodes.positions
+        block, within = np.divmod(positions, self.block_size)
+        slots = decodes.block_tables[np.arange(count), block].astype(np.int64) * self.block_size + within
+        decodes.positions = positions + 1
+        decodes.substeps -= 1
+        return Batch(
+            token_ids=torch.from_numpy(self.last_token[decodes.rows].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            query_start=torch.arange(count + 1, dtype=torch.int32),
+            context_lens=torch.from_numpy(decodes.positions.astype(np.int32)),
+            block_tables=torch.from_numpy(decodes.block_tables),
+            sample_tokens=torch.arange(count),
+        )
+
+    # ---------------------------------------------------------------------------------------- sampling
 
     def num_candidates(self, rows: Ids) -> int:
         """How many candidates `rows` return together, at most."""

@@ -18,6 +18,7 @@ class StepView:
         "extras",
         "forks",
         "num_decodes",
+        "num_substeps",
         "opens",
         "sent_ns",
         "seqs",
@@ -31,7 +32,7 @@ class StepView:
     def __init__(self, slot: NDArray[np.uint8], layout: wire.StepSlotLayout) -> None:
         header = _region(slot, layout.header, wire.STEP_HEADER, 1)[0].item()
         self.step, self.sent_ns, num_seqs, self.num_decodes, num_tokens, num_closes, num_opens, num_forks = header[:8]
-        num_writes, num_swap_outs, num_swap_ins, num_copies, num_extra, _ = header[8:]
+        num_writes, num_swap_outs, num_swap_ins, num_copies, num_extra, self.num_substeps = header[8:]
         self.seqs = _region(slot, layout.seqs, wire.SEQ_ENTRY, num_seqs)
         self.token_ids = _region(slot, layout.token_ids, np.dtype("<i4"), num_tokens)
         self.closes = _region(slot, layout.closes, np.dtype("<u4"), num_closes)

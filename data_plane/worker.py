@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.moves import BlockMover
-from twinplane.data_plane.rows import Rows
+from twinplane.data_plane.rows import Decodes, Ids, Rows
 from twinplane.data_plane.sampler import Sampler
 from twinplane.data_plane.step import ResultView, StepView
 from twinplane.shared.log import Limiter, get_logger
@@ -31,6 +32,7 @@ class Rings(Protocol):
     def consume(self, sequence: int) -> None: ...
     def result_slot(self, timeout_ns: int) -> NDArray[np.uint8] | None: ...
     def publish(self) -> None: ...
+    def interrupted(self) -> int: ...
     def set_phase(self, phase: int, step: int) -> None: ...
 
 
@@ -63,7 +65,7 @@ class Worker:
         self._limiter = Limiter()
 
     def run(self, stopped: Callable[[], bool]) -> None:
-        """Serve steps until ``stopped()``, which is asked after every step and every wake-up.
+        """Serve steps until ``stopped()``, which is asked after every step, every wake-up and between substeps.
 
         Raises StepFailedError once a step has failed and said so in the ring.
         """
@@ -77,25 +79,31 @@ class Worker:
         self._rings.set_phase(Phase.STOPPED, next_step)
 
     def _serve(self, sequence: int, stopped: Callable[[], bool]) -> None:
-        received_ns = time.monotonic_ns()
-        slot = self._result_slot(sequence, stopped)
-        if slot is None:
-            return
-        result = ResultView(slot, self._result_layout, self._capacities)
-        header = result.header
-        header["step"], header["received_ns"], header["last"] = sequence, received_ns, 1
-        header["status"], header["num_entries"], header["num_candidates"] = StepStatus.OK, 0, 0
-        header["apply_us"] = header["forward_us"] = header["sample_us"] = 0
-        try:
-            self._execute(sequence, result)
-        except Exception as error:
-            header["status"], header["num_entries"], header["num_candidates"] = StepStatus.FAILED, 0, 0
-            self._publish(sequence, result)
-            raise StepFailedError(f"step {sequence} failed: {type(error).__name__}: {error}") from error
-        self._publish(sequence, result)
+        """Each substep is answered by a result of its own. Between two, the control plane may ask for the end, and so may whoever
+        stops this loop; the result then is the step's last."""
+        received_ns, decodes, substep = time.monotonic_ns(), None, 0
+        is_last = False
+        while not is_last:
+            slot = self._result_slot(sequence, stopped)
+            if slot is None:
+                return
+            result = ResultView(slot, self._result_layout, self._capacities)
+            header = result.header
+            header["step"], header["substep"], header["received_ns"] = sequence, substep, received_ns
+            header["status"], header["num_entries"], header["num_candidates"] = StepStatus.OK, 0, 0
+            header["apply_us"] = header["forward_us"] = header["sample_us"] = 0
+            try:
+                decodes = self._execute(sequence, result) if substep == 0 else self._go_on(sequence, decodes, result)
+            except Exception as error:
+                header["status"], header["num_entries"], header["num_candidates"] = StepStatus.FAILED, 0, 0
+                self._publish(sequence, result, is_last=True)
+                raise StepFailedError(f"step {sequence} failed: {type(error).__name__}: {error}") from error
+            is_last = decodes is None or self._rings.interrupted() > sequence or stopped()
+            self._publish(sequence, result, is_last=is_last)
+            substep += 1
 
-    def _execute(self, sequence: int, result: ResultView) -> None:
-        """Apply, forward, sample; fills the result but for its time of publication."""
+    def _execute(self, sequence: int, result: ResultView) -> Decodes | None:
+        """Apply, forward, sample; fills the result but for its time of publication. Returns what further substeps compute, if any."""
         header, started = result.header, time.monotonic_ns()
         self._rings.set_phase(Phase.APPLY, sequence)
         step = StepView(self._rings.step(sequence), self._step_layout)
@@ -103,35 +111,52 @@ class Worker:
         self._mover.apply(step)
         if not len(step.seqs):
             _clock(header, "apply_us", started)
-            return
+            return None
         batch = self._rows.batch(step)
-        started = _clock(header, "apply_us", started)
+        decodes = self._rows.decodes(step) if step.num_substeps > 1 else None
+        _clock(header, "apply_us", started)
+        sampling = step.seqs[(step.seqs["flags"] & SeqFlag.SAMPLES) != 0]
+        positions = sampling["position"].astype(np.int64) + sampling["num_tokens"]
+        entries = self._compute(sequence, batch, sampling["row"].astype(np.int64), positions, result)
+        return decodes if decodes is not None and self._rows.go_on(decodes, entries) else None
+
+    def _go_on(self, sequence: int, decodes: Decodes | None, result: ResultView) -> Decodes | None:
+        """The next substep: nothing is applied, the inputs are the last substep's samples."""
+        assert decodes is not None
+        batch = self._rows.next_batch(decodes)
+        entries = self._compute(sequence, batch, decodes.rows, decodes.positions, result)
+        return decodes if self._rows.go_on(decodes, entries) else None
+
+    def _compute(self, sequence: int, batch: Batch, rows: Ids, positions: Ids, result: ResultView) -> NDArray[np.void]:
+        """Forward and sample: `rows` [R], whose new tokens take `positions` [R]. Returns the result's entries."""
+        header, started = result.header, time.monotonic_ns()
         self._rings.set_phase(Phase.FORWARD, sequence)
         logits = self._device.forward(batch)
         started = _clock(header, "forward_us", started)
         self._rings.set_phase(Phase.SAMPLE, sequence)
-        self._sample(step, logits, result)
+        entries = result.entries(len(rows))
+        if len(rows):
+            self._sample(sequence, logits, rows, positions, entries, result)
         _clock(header, "sample_us", started)
+        return entries
 
-    def _sample(self, step: StepView, logits: NDArray[np.float32], result: ResultView) -> None:
-        sampling = step.seqs[(step.seqs["flags"] & SeqFlag.SAMPLES) != 0]
-        if not len(sampling):
-            return
-        entries = result.entries(len(sampling))
-        rows = sampling["row"].astype(np.int64)
-        positions = sampling["position"].astype(np.int64) + sampling["num_tokens"]
+    def _sample(
+        self, sequence: int, logits: NDArray[np.float32], rows: Ids, positions: Ids, entries: NDArray[np.void], result: ResultView
+    ) -> None:
         candidates = result.candidates(self._rows.num_candidates(rows))
         used = self._sampler.sample(logits, rows, positions, entries, candidates)
         result.header["num_entries"], result.header["num_candidates"] = len(entries), used
         bad = entries["row"][(entries["flags"] & ResultFlag.NOT_FINITE) != 0]
         if len(bad):
-            self._limiter.log(log.error, "logits_not_finite", rows=bad.tolist(), step=step.step)
+            self._limiter.log(log.error, "logits_not_finite", rows=bad.tolist(), step=sequence)
 
-    def _publish(self, sequence: int, result: ResultView) -> None:
+    def _publish(self, sequence: int, result: ResultView, *, is_last: bool) -> None:
         self._rings.set_phase(Phase.PUBLISH, sequence)
+        result.header["last"] = is_last
         result.header["finished_ns"] = time.monotonic_ns()
         self._rings.publish()
-        self._rings.consume(sequence)  # after the step's last result: the planner may now reuse what the slot named
+        if is_last:
+            self._rings.consume(sequence)  # after the step's last result: the planner may now reuse what the slot named
 
     def _result_slot(self, sequence: int, stopped: Callable[[], bool]) -> NDArray[np.uint8] | None:
         """A free result slot; None when stopped while the ring was full (then nobody reads results any more)."""

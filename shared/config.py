@@ -95,6 +95,12 @@ class ControlPlaneSettings(CommonSettings):
         "inter-token latency that 99 % of the tokens are to stay within: prompts get what is left of each step; 0 = no target",
     )
     overlap_depth: int = option(2, Integer(1, 3), "scheduler", "steps in flight; 1 plans a step only after the last one returned")
+    max_substeps: int = option(
+        1,
+        Integer(1, 64),
+        "scheduler",
+        "tokens a sequence may get from one step while nothing but decodes runs and nobody waits; an arrival ends such a step early",
+    )
     policy: str = option(
         "priority",
         Choice(("fcfs", "priority", "fair")),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MAGIC = 0x454E414C504E5754  # b"TWNPLANE" read as a little-endian u64
 PAGE = 4096
 CACHE_LINE = 64
@@ -95,6 +95,7 @@ FLAGS: tuple[Flags, ...] = (
             ("LOGIT_BIAS", 3, "pairs (token id, float bits) added to the logits"),
             ("ALLOWED_TOKENS", 4, "token ids; every other token is masked out"),
             ("SUPPRESSED_TOKENS", 5, "word 0: first position where they are allowed again; rest: token ids"),
+            ("STOP_TOKENS", 6, "word 0: first position where one of them ends the row; rest: token ids"),
         ),
     ),
     Flags(
@@ -154,8 +155,9 @@ STRUCTS: tuple[Struct, ...] = (
             Field("heartbeat_ns", "u64", "CLOCK_MONOTONIC of the last sign of life"),
             Field("phase_since_ns", "u64", "CLOCK_MONOTONIC when the current phase began"),
             Field("phase_step", "u64", "step the current phase is about"),
+            Field("interrupted", "u64", "control plane: steps below this number end after the substep under way; only grows"),
             Field("phase", "u32", "Phase"),
-            Field("pad2", "u32", "end of the cache line", 9),
+            Field("pad2", "u32", "end of the cache line", 7),
         ),
     ),
     Struct(
@@ -185,7 +187,9 @@ STRUCTS: tuple[Struct, ...] = (
             Field("num_swap_ins", "u32", "used entries of `swap_ins`"),
             Field("num_copies", "u32", "used entries of `copies`"),
             Field("num_extra_words", "u32", "used words of `extras`"),
-            Field("pad0", "u32", "end of the record"),
+            Field(
+                "num_substeps", "u32", "decode steps the data plane makes of it on its own; at least 1, above 1 all of `seqs` are decodes"
+            ),
         ),
     ),
     Struct(
@@ -216,7 +220,7 @@ STRUCTS: tuple[Struct, ...] = (
             Field("presence_penalty", "f32", "0 = off"),
             Field("frequency_penalty", "f32", "0 = off"),
             Field("num_candidates", "u32", "each sample of the row also returns its so many most likely tokens; 0 = none"),
-            Field("pad0", "u32", "end of the record"),
+            Field("limit", "u32", "tokens its sequence may have: the one at position limit - 1 is the last"),
         ),
     ),
     Struct(
@@ -261,7 +265,7 @@ STRUCTS: tuple[Struct, ...] = (
             Field("num_entries", "u32", "used entries of `entries`"),
             Field("last", "u32", "1 if this is the step's last result; the step retires with it"),
             Field("num_candidates", "u32", "used entries of `candidates`"),
-            Field("pad0", "u32", "end of the record"),
+            Field("substep", "u32", "which of the step's substeps, from 0"),
         ),
     ),
     Struct(

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = 0x454e414c504e5754
-LAYOUT_VERSION = 3
-LAYOUT_HASH = 0xb93f7487bac1081a
+LAYOUT_VERSION = 4
+LAYOUT_HASH = 0xc54e79c8a069648d
 PAGE = 4096
 NO_TOKEN = -1
 
@@ -39,6 +39,7 @@ class ExtraKind(enum.IntEnum):
     LOGIT_BIAS = 3  # pairs (token id, float bits) added to the logits
     ALLOWED_TOKENS = 4  # token ids; every other token is masked out
     SUPPRESSED_TOKENS = 5  # word 0: first position where they are allowed again; rest: token ids
+    STOP_TOKENS = 6  # word 0: first position where one of them ends the row; rest: token ids
 
 
 class ResultFlag(enum.IntEnum):
@@ -94,8 +95,9 @@ PLANE_STATE = np.dtype(
         ("heartbeat_ns", "<u8"),  # CLOCK_MONOTONIC of the last sign of life
         ("phase_since_ns", "<u8"),  # CLOCK_MONOTONIC when the current phase began
         ("phase_step", "<u8"),  # step the current phase is about
+        ("interrupted", "<u8"),  # control plane: steps below this number end after the substep under way; only grows
         ("phase", "<u4"),  # Phase
-        ("pad2", "<u4", (9,)),  # end of the cache line
+        ("pad2", "<u4", (7,)),  # end of the cache line
     ]
 )
 assert PLANE_STATE.itemsize == 192
@@ -127,7 +129,7 @@ STEP_HEADER = np.dtype(
         ("num_swap_ins", "<u4"),  # used entries of `swap_ins`
         ("num_copies", "<u4"),  # used entries of `copies`
         ("num_extra_words", "<u4"),  # used words of `extras`
-        ("pad0", "<u4"),  # end of the record
+        ("num_substeps", "<u4"),  # decode steps the data plane makes of it on its own; at least 1, above 1 all of `seqs` are decodes
     ]
 )
 assert STEP_HEADER.itemsize == 64
@@ -160,7 +162,7 @@ ROW_OPEN = np.dtype(
         ("presence_penalty", "<f4"),  # 0 = off
         ("frequency_penalty", "<f4"),  # 0 = off
         ("num_candidates", "<u4"),  # each sample of the row also returns its so many most likely tokens; 0 = none
-        ("pad0", "<u4"),  # end of the record
+        ("limit", "<u4"),  # tokens its sequence may have: the one at position limit - 1 is the last
     ]
 )
 assert ROW_OPEN.itemsize == 56
@@ -216,7 +218,7 @@ RESULT_HEADER = np.dtype(
         ("num_entries", "<u4"),  # used entries of `entries`
         ("last", "<u4"),  # 1 if this is the step's last result; the step retires with it
         ("num_candidates", "<u4"),  # used entries of `candidates`
-        ("pad0", "<u4"),  # end of the record
+        ("substep", "<u4"),  # which of the step's substeps, from 0
     ]
 )
 assert RESULT_HEADER.itemsize == 56

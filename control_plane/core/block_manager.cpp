@@ -122,6 +122,14 @@ BlockId BlockManager::grow(Sequence& sequence) {
   return block;
 }
 
+void BlockManager::shrink(Sequence& sequence, BlockCount blocks, StepSeq fence) {
+  assert(blocks >= sequence.first_own_block());
+  while (sequence.num_blocks > blocks) {
+    --sequence.num_blocks;
+    pool_.release(sequence.blocks[sequence.num_blocks.value], fence);
+  }
+}
+
 void BlockManager::copy_partial(Sequence& sequence, const Match& match, StepSeq now) {
   tree_.pin_again(match.partial_node);
   cool(match.partial_node, now + StepSeq{1});

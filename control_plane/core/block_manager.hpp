@@ -76,6 +76,9 @@ class BlockManager {
   // One more block of its own, the next one of the sequence; there must be a free one.
   BlockId grow(Sequence& sequence);
 
+  // Gives back those of its own blocks, from number `blocks` on, that nothing was written to after all.
+  void shrink(Sequence& sequence, BlockCount blocks, StepSeq fence);
+
   // The source of a partial match is kept until step `now` has retired; its tokens count as computed.
   void copy_partial(Sequence& sequence, const Match& match, StepSeq now);
 

@@ -27,7 +27,7 @@ wire::RowOpen row_open(const Sequence& sequence) {
           .presence_penalty = sampling.presence_penalty,
           .frequency_penalty = sampling.frequency_penalty,
           .num_candidates = sequence.num_candidates,
-          .pad0 = 0};
+          .limit = sequence.limit.value};
 }
 
 // A record of token ids; none at all if there are none.
@@ -35,6 +35,13 @@ void write_tokens(StepWriter& step, RowId row, wire::ExtraKind kind, const int32
   if (count == 0) return;
   uint32_t* at = step.extra(row, kind, count).data();
   for (size_t i = 0; i < count; ++i) at[i] = static_cast<uint32_t>(tokens[i]);
+}
+
+// Its stop tokens, and the position from which they count; below it they are suppressed.
+void write_stops(StepWriter& step, const Sequence& sequence, wire::ExtraKind kind) {
+  const auto words = step.extra(sequence.row, kind, 1 + sequence.stops.size());
+  words[0] = (sequence.prompt_tokens + sequence.params.min_tokens).value;
+  for (size_t i = 0; i < sequence.stops.size(); ++i) words[1 + i] = static_cast<uint32_t>(sequence.stops[i].token);
 }
 
 // The row's attachments. Their size is extra_words(): change both together.
@@ -57,11 +64,9 @@ void write_extras(StepWriter& step, const Sequence& sequence) {
   }
   write_tokens(step, row, wire::kExtraKindAllowedTokens, sampling.allowed_token_ids.data(),
                sampling.allowed_token_ids.size());
-  if (sequence.params.min_tokens.value != 0 && !sequence.stops.empty()) {
-    const auto words = step.extra(row, wire::kExtraKindSuppressedTokens, 1 + sequence.stops.size());
-    words[0] = (sequence.prompt_tokens + sequence.params.min_tokens).value;
-    for (size_t i = 0; i < sequence.stops.size(); ++i) words[1 + i] = static_cast<uint32_t>(sequence.stops[i].token);
-  }
+  if (sequence.stops.empty()) return;
+  write_stops(step, sequence, wire::kExtraKindStopTokens);
+  if (sequence.params.min_tokens.value != 0) write_stops(step, sequence, wire::kExtraKindSuppressedTokens);
 }
 
 }  // namespace
@@ -151,8 +156,11 @@ void Scheduler::carry_out(const StepPlan& plan, StepRecord& record, StepWriter& 
   for (const Scheduled& decode : plan.decodes) {
     Sequence& sequence = *decode.sequence;
     if (sequence.needs_block(session_->pool.block_size)) add_block(sequence, step);
+    if (plan.num_substeps > 1) add_blocks_ahead(sequence, plan.num_substeps, step);
     schedule(decode, 0, record, step);
   }
+  record.num_substeps = plan.num_substeps;
+  step.set_substeps(plan.num_substeps);
   for (const Scheduled& chunk : plan.chunks) schedule(chunk, wire::kSeqFlagChunk, record, step);
 }
 
@@ -162,6 +170,7 @@ void Scheduler::send(StepWriter& step, Nanos now) {
   step.finish(session_->sent, now);
 
   StepRecord& record = session_->record(session_->sent);
+  record.num_results = 0;
   record.load = planner_.load();
   record.load.swaps = step.num_swaps();
   if (record.load.chunks != 0) counters_.chunk_allowance = planner_.chunk_allowance().value;
@@ -306,6 +315,12 @@ void Scheduler::move_beams(Group& group, StepWriter& step) {
 void Scheduler::add_block(Sequence& sequence, StepWriter& step) {
   const BlockCount index = sequence.num_blocks;
   step.write_table(sequence.row, index, session_->blocks.grow(sequence));
+}
+
+// For the tokens that the data plane makes of this step after the first, as far as the sequence can go.
+void Scheduler::add_blocks_ahead(Sequence& sequence, uint32_t num_substeps, StepWriter& step) {
+  const BlockCount needed = blocks_for(sequence.computed_after(num_substeps), session_->pool.block_size);
+  while (sequence.num_blocks < needed) add_block(sequence, step);
 }
 
 // The sequence takes part with the tokens from num_computed on. From here they count as computed: every later step runs

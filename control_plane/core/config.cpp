@@ -10,7 +10,7 @@ namespace {
 // Words of logit edits (bias, allowed, suppressed tokens) a session makes room for beside the histories.
 constexpr uint32_t kLogitEditWords = 65'536;
 // Record headers {row, kind, n} of every kind of extra one row can have.
-constexpr uint32_t kExtraHeaderWords = 3 * 5;
+constexpr uint32_t kExtraHeaderWords = 3 * 6;
 
 void require(const char* what, uint64_t value, uint64_t least, const std::string& why) {
   if (value >= least) return;
@@ -35,6 +35,11 @@ void Config::validate() const {
   require("max_rows", max_rows, 1, "a request needs a row");
   require("max_chunk_tokens", max_chunk_tokens.value, 1, "a prompt is computed in chunks of so many tokens");
   require("depth", depth, 1, "at least one step must be in flight");
+  require("max_substeps", max_substeps, 1, "a step gives each sequence a token");
+  if (max_substeps > kMaxSubsteps) {
+    throw std::invalid_argument("max_substeps is " + std::to_string(max_substeps) + ", it must be at most " +
+                                std::to_string(kMaxSubsteps));
+  }
   require("max_waiting_requests", max_waiting_requests, 1, "every request waits before it runs");
   require("max_model_len", max_model_len.value, 2, "one prompt token and one new token");
   require("max_step_tokens", max_step_tokens.value, max_rows,

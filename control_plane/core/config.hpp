@@ -27,6 +27,7 @@ struct Config {
   TokenCount max_step_tokens{2048};          // tokens one step computes
   TokenCount max_chunk_tokens{512};          // of these, at most so many for one prompt
   uint32_t depth = 2;                        // steps in flight
+  uint32_t max_substeps = 1;                 // tokens per sequence that the data plane may make of one step
   uint32_t max_waiting_requests = 1024;      // bounds of the waiting queue
   uint64_t max_waiting_tokens = 1ull << 20;  // known tokens of all that wait
   TokenCount max_model_len{2048};            // context limit: prompt + max_tokens
@@ -43,6 +44,9 @@ struct Config {
   // Throws std::invalid_argument naming the option, its value and what to change.
   void validate() const;
 };
+
+// Beyond this the work between two steps is next to nothing already.
+inline constexpr uint32_t kMaxSubsteps = 64;
 
 // Candidates a row may return with each token.
 inline constexpr uint32_t kMaxCandidates = 64;

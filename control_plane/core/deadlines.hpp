@@ -20,6 +20,9 @@ class Deadlines {
     return !heap_.empty() && heap_.front().at <= now ? heap_.front().sequence : nullptr;
   }
 
+  // The earliest one; 0 = there is none.
+  Nanos next() const { return heap_.empty() ? Nanos{0} : heap_.front().at; }
+
   // Sequences without a deadline are not members; both calls ignore them.
   void insert(Sequence& sequence) {
     if (sequence.deadline() == Nanos{0}) return;

@@ -60,6 +60,7 @@ void EngineCore::stop() {
   // No thread any more, or never one: this one is the core now.
   drain_commands();
   scheduler_.stop();
+  tell_interrupt();
   set_phase(wire::kPhaseStopped);
   detach_on_core(SessionEnd::kLost);
   tell_poller();
@@ -153,8 +154,10 @@ void EngineCore::run() {
     // Each source is emptied once per turn, results before steps: what they free and finish is planned with.
     bool worked = run_task();
     worked |= drain_commands();
+    tell_interrupt();  // who has just come waits for no more than the substep under way
     worked |= take_results();
     worked |= send_steps();
+    tell_interrupt();  // a deadline has passed
     tell_poller();
     publish_stats();
     if (link_ != nullptr) shm::beat(link_->own());
@@ -191,6 +194,12 @@ bool EngineCore::drain_commands() {
       scheduler_.cancel(command.id);
     }
   });
+}
+
+void EngineCore::tell_interrupt() {
+  if (link_ == nullptr) return;
+  const uint64_t below = scheduler_.interrupted().value;
+  if (below != shm::interrupted(link_->own())) shm::interrupt(link_->own(), below);
 }
 
 bool EngineCore::take_results() {

@@ -132,6 +132,7 @@ class EngineCore {
   void run();
   bool run_task();
   bool drain_commands();
+  void tell_interrupt();
   bool take_results();
   bool send_steps();
   void tell_poller();

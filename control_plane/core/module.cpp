@@ -103,6 +103,8 @@ class LocalScheduler {
     return nb::bytes(slot_.data(), slot_.size());
   }
 
+  uint64_t interrupted() const { return scheduler_.interrupted().value; }
+
   void retire(const nb::bytes& result, uint64_t now_ns) {
     if (!scheduler_.session()) throw std::logic_error("a result without a session");
     const uint64_t expected = wire::ResultSlotLayout(scheduler_.session()->capacities).bytes;
@@ -206,13 +208,14 @@ void bind_config(nb::module_& m) {
       .def(
           "__init__",
           [](Config* self, uint32_t max_rows, uint32_t max_step_tokens, uint32_t max_chunk_tokens, uint32_t depth,
-             uint32_t max_waiting_requests, uint64_t max_waiting_tokens, uint32_t max_model_len, uint32_t itl_target_us,
-             const std::string& policy, std::vector<std::pair<std::string, uint32_t>> tenant_weights,
-             uint32_t max_overtaken) {
+             uint32_t max_substeps, uint32_t max_waiting_requests, uint64_t max_waiting_tokens, uint32_t max_model_len,
+             uint32_t itl_target_us, const std::string& policy,
+             std::vector<std::pair<std::string, uint32_t>> tenant_weights, uint32_t max_overtaken) {
             const Config config{.max_rows = max_rows,
                                 .max_step_tokens = {max_step_tokens},
                                 .max_chunk_tokens = {max_chunk_tokens},
                                 .depth = depth,
+                                .max_substeps = max_substeps,
                                 .max_waiting_requests = max_waiting_requests,
                                 .max_waiting_tokens = max_waiting_tokens,
                                 .max_model_len = {max_model_len},
@@ -224,8 +227,8 @@ void bind_config(nb::module_& m) {
             new (self) Config(config);
           },
           nb::kw_only(), "max_rows"_a = 64, "max_step_tokens"_a = 2048, "max_chunk_tokens"_a = 512, "depth"_a = 2,
-          "max_waiting_requests"_a = 1024, "max_waiting_tokens"_a = 1 << 20, "max_model_len"_a = 2048,
-          "itl_target_us"_a = 0, "policy"_a = "priority",
+          "max_substeps"_a = 1, "max_waiting_requests"_a = 1024, "max_waiting_tokens"_a = 1 << 20,
+          "max_model_len"_a = 2048, "itl_target_us"_a = 0, "policy"_a = "priority",
           "tenant_weights"_a = std::vector<std::pair<std::string, uint32_t>>{}, "max_overtaken"_a = 0);
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
@@ -250,6 +253,7 @@ void bind_scheduler(nb::module_& m) {
       .def("cancel", &LocalScheduler::cancel, "request_id"_a)
       .def("reset_prefix_cache", &LocalScheduler::reset_prefix_cache)
       .def("tick", &LocalScheduler::tick, "now_ns"_a)
+      .def_prop_ro("interrupted", &LocalScheduler::interrupted)
       .def("retire", &LocalScheduler::retire, "result"_a, "now_ns"_a)
       .def("poll", &LocalScheduler::poll)
       .def("stats", &LocalScheduler::stats)

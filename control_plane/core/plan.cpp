@@ -5,6 +5,7 @@
 
 #include "control_plane/core/group.hpp"
 #include "control_plane/core/residency.hpp"
+#include "control_plane/core/substeps.hpp"
 
 namespace twinplane::core {
 namespace {
@@ -54,6 +55,7 @@ const StepPlan& Planner::plan(const State& state) {
   chunk_allowance_ = budget_->allowance();
   deal_to_chunks(state);
   is_short_ = residency.is_short();
+  plan_.num_substeps = choose_substeps(state, plan_, budget_->load());
   return plan_;
 }
 

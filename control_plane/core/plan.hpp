@@ -37,12 +37,14 @@ struct StepPlan {
     yields.clear();
     decodes.clear();
     chunks.clear();
+    num_substeps = 1;
   }
 
   std::vector<Sequence*> yielding;  // to be preempted
   BitSet yields;                    // the same, by place in the running line
   std::vector<Scheduled> decodes;   // one token each; a new block if the last one is full
   std::vector<Scheduled> chunks;    // of sequences that are resident
+  uint32_t num_substeps = 1;        // tokens each decode gets, of one step; above 1 the plan is for an idle device
 };
 
 // What it takes to let a sequence, or a group, in.

@@ -30,6 +30,7 @@ WordCount extra_words(const RequestParams& params, TokenCount prompt_tokens, Tok
   if (sampling.repetition_penalty != 1.0f) words += record(prompt_tokens.value);
   if (sampling.has_penalties()) words += record(emitted.value);
   const size_t stops = params.eos_token_ids.size() + params.stop_token_ids.size();
+  if (stops != 0) words += record(1 + stops);
   if (params.min_tokens.value != 0 && stops != 0) words += record(1 + stops);
   return {words};
 }

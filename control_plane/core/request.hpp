@@ -101,6 +101,10 @@ struct alignas(64) Sequence {
   TokenCount kv_limit() const { return limit - TokenCount{1}; }
   // The token that ends it by length is in flight: there is nothing left to compute.
   bool ends_in_flight() const { return known() == limit; }
+  // A decode's computed tokens, once the data plane has made up to `num_substeps` tokens of it.
+  TokenCount computed_after(uint32_t num_substeps) const {
+    return num_computed + std::min(TokenCount{num_substeps}, limit - known());
+  }
   // Its blocks do not hold all known tokens: a decode that enters a new one.
   bool needs_block(TokenCount block_size) const {
     return known().value > uint64_t{num_blocks.value} * block_size.value;

@@ -42,6 +42,10 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
           text(session_->capacities.max_candidates));
   }
   StepRecord& record = session_->record(session_->retired);
+  if (header.substep != record.num_results || record.num_results == record.num_substeps) {
+    fault("result " + text(header.substep) + " of step " + text(header.step) + ", which has " +
+          text(record.num_substeps) + " substeps and " + text(record.num_results) + " results");
+  }
   const std::span<const wire::Candidate> candidates(reinterpret_cast<const wire::Candidate*>(slot + layout.candidates),
                                                     header.num_candidates);
   size_t used = 0;
@@ -69,7 +73,42 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
     take_entry(entry, candidates.subspan(used, count), record, now);
     used += count;
   }
-  if (header.last != 0) complete_step(record, header, now);
+  check_samples(record);
+  learn(record, header, now);
+  ++record.num_results;
+  ++counters_.results_taken;
+  if (header.last != 0) {
+    complete_step(record, header, now);
+  } else {
+    go_on(record);
+  }
+}
+
+// Every row has given its token. From the second substep on, one whose sequence has ended need not: by a stop token or
+// by length it has ended in the data plane too, and only what ended otherwise, say by a cancel, is still computed.
+void Scheduler::check_samples(const StepRecord& record) {
+  record.samples.for_each([&](size_t row) {
+    if (record.num_results != 0 && session_->rows.owner({static_cast<uint32_t>(row)}) == nullptr) return;
+    fault("step " + text(session_->retired.value) + " goes on or ends without a token for row " + text(row));
+  });
+}
+
+// The data plane has begun the next substep: each sequence that goes on is scheduled as if by a step of its own.
+void Scheduler::go_on(StepRecord& record) {
+  if (record.num_results == record.num_substeps) {
+    fault("step " + text(session_->retired.value) + " has " + text(record.num_substeps) +
+          " substeps, and its last result is not marked as such");
+  }
+  record.load = {};
+  for (const RowId row : record.rows) {
+    record.samples.set(row.value);
+    Sequence* const sequence = session_->rows.owner(row);
+    if (sequence == nullptr) continue;
+    record.load.add_decode(sequence->num_computed.value + 1);
+    ++sequence->num_computed;
+    ++sequence->num_pending;
+    sequence->failed_steps = 0;
+  }
 }
 
 // What the step took, from when the data plane turned to it: it may have lain in the ring behind the one before. The
@@ -156,22 +195,31 @@ void Scheduler::deliver_beams(Group& group) {
 }
 
 void Scheduler::complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now) {
-  if (!record.samples.empty()) {
-    fault("step " + text(session_->retired.value) + " ended without a token for row " + text(record.samples.first()));
-  }
+  record.samples.clear();
   for (const RowId row : record.rows) {
     if (Sequence* const sequence = session_->rows.owner(row)) sequence->failed_steps = 0;
   }
-  learn(record, header, now);
   ++session_->retired;
   ++counters_.steps_retired;
   counters_.last_step_ns = now.value;
   session_->blocks.retire(session_->retired);
   session_->host.retire(session_->retired);
   session_->rows.retire(session_->retired);
+  if (record.num_substeps > 1) give_back_ahead(record);
+  const bool is_quiet = population_.waiting.empty() && record.load.chunks == 0 && !record.rows.empty();
+  session_->quiet_substeps = is_quiet ? std::min(2 * session_->quiet_substeps, config_.max_substeps) : 1;
   // The two planes share CLOCK_MONOTONIC. A clock that says otherwise only spoils a statistic, so the later one counts.
   if (session_->in_flight() == StepSeq{0} && has_work()) {
     session_->idle_since = std::min<Nanos>({header.finished_ns}, now);
+  }
+}
+
+// A step that was cut short leaves blocks that nothing was written to. Nobody shall yield for lack of them.
+void Scheduler::give_back_ahead(const StepRecord& record) {
+  for (const RowId row : record.rows) {
+    Sequence* const sequence = session_->rows.owner(row);
+    if (sequence == nullptr || sequence->state != SequenceState::kRunning) continue;
+    session_->blocks.shrink(*sequence, blocks_for(sequence->known(), session_->pool.block_size), session_->sent);
   }
 }
 

@@ -79,6 +79,8 @@ void Scheduler::quarantine() {
 // --- requests --------------------------------------------------------------------------------------------------------
 
 void Scheduler::accept(std::unique_ptr<Sequence> owned) {
+  interrupt();
+  if (session_) session_->quiet_substeps = 1;
   Sequence& sequence = enroll(std::move(owned));
   if (sequence.has_group) {
     for (auto& member : sequence.group->newcomers) enroll(std::move(member));
@@ -125,11 +127,13 @@ void Scheduler::settle(Sequence& newcomer) {
 bool Scheduler::cancel(RequestId id) {
   Sequence* const sequence = population_.sequences.find(id);
   if (sequence == nullptr) return false;
+  interrupt();
   end(*sequence, FinishReason::kCancelled);
   return true;
 }
 
 void Scheduler::stop() {
+  interrupt();
   while (!population_.running.empty()) end(population_.running[0], FinishReason::kStopped);
   while (!population_.waiting.empty()) end(population_.waiting[0], FinishReason::kStopped);
 }
@@ -139,7 +143,17 @@ bool Scheduler::fits(const Sequence& sequence) const {
 }
 
 void Scheduler::expire(Nanos now) {
-  while (Sequence* const sequence = population_.deadlines.expired(now)) end(*sequence, FinishReason::kDeadline);
+  while (Sequence* const sequence = population_.deadlines.expired(now)) {
+    interrupt();
+    end(*sequence, FinishReason::kDeadline);
+  }
+}
+
+// Something came up that the step of several substeps in flight, if there is one, was not planned for.
+void Scheduler::interrupt() {
+  if (!session_ || !session_->is_alone() || session_->interrupted == session_->sent) return;
+  session_->interrupted = session_->sent;
+  ++counters_.steps_interrupted;
 }
 
 // --- the one way out -------------------------------------------------------------------------------------------------
@@ -227,20 +241,27 @@ void Scheduler::put_back(Sequence& sequence) {
 // --- steps -----------------------------------------------------------------------------------------------------------
 
 bool Scheduler::can_send() const {
-  return session_ && !session_->has_failed && session_->in_flight() < StepSeq{config_.depth};
+  return session_ && !session_->has_failed && session_->in_flight() < StepSeq{config_.depth} && !session_->is_alone();
 }
 
 bool Scheduler::tick(std::byte* slot, Nanos now) {
   ++counters_.ticks;
   expire(now);
   if (!can_send()) return false;
-  const State state{config_, *session_, population_.waiting, population_.running, now, shares_ ? &*shares_ : nullptr};
+  const State state{.config = config_,
+                    .session = *session_,
+                    .waiting = population_.waiting,
+                    .running = population_.running,
+                    .now = now,
+                    .shares = shares_ ? &*shares_ : nullptr,
+                    .next_deadline = population_.deadlines.next()};
   StepWriter step(slot, session_->capacities);
   StepRecord& record = session_->record(session_->sent);
   record.rows.clear();
   bool has_yielded;
   do {
     const StepPlan& plan = planner_.plan(state);
+    if (plan.num_substeps > 1 && session_->in_flight() != StepSeq{0}) return false;  // it will be alone (INV-12)
     has_yielded = !plan.yielding.empty();
     carry_out(plan, record, step);
     // The plan counts of those who yield only what is surely theirs alone. If that was too little for anyone to go on,

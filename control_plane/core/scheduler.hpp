@@ -33,6 +33,8 @@ enum class SessionEnd { kLost, kStepFailed };
 struct Counters {
   uint64_t steps_sent = 0;
   uint64_t steps_retired = 0;
+  uint64_t results_taken = 0;      // more than steps_retired where steps had several substeps
+  uint64_t steps_interrupted = 0;  // of several substeps, asked to end early
   uint64_t tokens_emitted = 0;
   uint64_t prompt_tokens_computed = 0;  // of chunks: prefill and recomputation
   uint64_t cached_tokens = 0;           // found in the prefix cache instead
@@ -98,6 +100,10 @@ class Scheduler {
   // send; the slot is then untouched, but deadlines were honoured and sequences may have been preempted.
   bool tick(std::byte* slot, Nanos now);
 
+  // Steps below this number, of several substeps, are to end after the substep under way: the caller tells the data
+  // plane. It only grows within a session.
+  StepSeq interrupted() const { return session_ ? session_->interrupted : StepSeq{0}; }
+
   // Takes one result slot, of the oldest step in flight. Throws ProtocolFault naming what is wrong with it.
   void retire(const std::byte* result, Nanos now);
 
@@ -129,6 +135,7 @@ class Scheduler {
   void count_overtaken(const Sequence& sequence, size_t overtakes);
   void send(StepWriter& step, Nanos now);
   void add_block(Sequence& sequence, StepWriter& step);
+  void add_blocks_ahead(Sequence& sequence, uint32_t num_substeps, StepWriter& step);
   void admit_follower(Sequence& sequence, StepWriter& step, Nanos now);
   void open_row(Sequence& sequence, StepWriter& step, Nanos now);
   void move_beams(Group& group, StepWriter& step);
@@ -140,11 +147,15 @@ class Scheduler {
                   Nanos now);
   void take_candidates(Sequence& sequence, std::span<const wire::Candidate> candidates, Nanos now);
   void deliver_beams(Group& group);
+  void check_samples(const StepRecord& record);
+  void go_on(StepRecord& record);
   void complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now);
+  void give_back_ahead(const StepRecord& record);
   void learn(const StepRecord& record, const wire::ResultHeader& header, Nanos now);
   [[noreturn]] void fault(const std::string& message);
 
   // scheduler.cpp
+  void interrupt();
   void end(Sequence& sequence, FinishReason reason);
   void end_one(Sequence& sequence, FinishReason reason);
   void leave_group(Sequence& sequence);

@@ -24,8 +24,10 @@ struct StepRecord {
   explicit StepRecord(uint32_t max_rows) : samples(max_rows) { rows.reserve(max_rows); }
 
   std::vector<RowId> rows;  // every scheduled row
-  BitSet samples;           // rows that still owe a token
-  StepLoad load;
+  BitSet samples;           // rows that still owe a token, of the substep under way
+  StepLoad load;            // of the substep under way
+  uint32_t num_substeps = 1;
+  uint32_t num_results = 0;  // that came; the step retires with its last one
 };
 
 // Pins a row can let go of between two steps: its sequence's when it leaves, twice if its blocks turn out to be the
@@ -44,6 +46,10 @@ struct Session {
 
   StepSeq in_flight() const { return sent - retired; }
   StepRecord& record(StepSeq step) { return records[step.value % records.size()]; }
+  const StepRecord& record(StepSeq step) const { return records[step.value % records.size()]; }
+
+  // A step of several substeps is in flight. Where it ends is not known, so no step is sent behind it (INV-12).
+  bool is_alone() const { return in_flight() != StepSeq{0} && record(sent - StepSeq{1}).num_substeps > 1; }
 
   Pool pool;
   wire::Capacities capacities;
@@ -54,10 +60,12 @@ struct Session {
   StepSeq retired;                  // steps whose last result came
   std::vector<StepRecord> records;  // of the steps in flight
   CostModel costs;                  // of this data plane's steps
-  double kept_share = 0;    // of what the preempted had computed, what was still cached when they came back, lately
-  Nanos finished;           // when the data plane was done with the last step that retired
-  Nanos idle_since;         // the data plane has been idle since then although there is work; 0 = it is not
-  bool has_failed = false;  // a step failed or the peer broke the protocol: nothing more is sent
+  double kept_share = 0;        // of what the preempted had computed, what was still cached when they came back, lately
+  Nanos finished;               // when the data plane was done with the last step that retired
+  Nanos idle_since;             // the data plane has been idle since then although there is work; 0 = it is not
+  uint32_t quiet_substeps = 1;  // as many as a step may have: doubles with each step of decodes while nobody comes
+  StepSeq interrupted;          // steps below this number are to end after the substep under way
+  bool has_failed = false;      // a step failed or the peer broke the protocol: nothing more is sent
 };
 
 // Who is in the core. Survives sessions.
@@ -82,6 +90,7 @@ struct State {
   const Line& running;
   Nanos now;
   const FairShare* shares;  // null: the policy is another
+  Nanos next_deadline;      // of all live sequences; 0 = none has one
 };
 
 }  // namespace twinplane::core

@@ -92,10 +92,14 @@ class StepWriter {
     return counts_.num_seqs == 0 && counts_.num_closes == 0 && counts_.num_copies == 0 && counts_.num_swap_outs == 0;
   }
 
+  // The data plane makes so many decode steps of this one.
+  void set_substeps(uint32_t num_substeps) { num_substeps_ = num_substeps; }
+
   // The slot is complete: its header.
   void finish(StepSeq step, Nanos now) {
     counts_.step = step.value;
     counts_.sent_ns = now.value;
+    counts_.num_substeps = num_substeps_;
     *region<wire::StepHeader>(layout_.header) = counts_;
   }
 
@@ -109,6 +113,7 @@ class StepWriter {
   wire::StepSlotLayout layout_;
   const wire::Capacities& capacities_;
   wire::StepHeader counts_{};
+  uint32_t num_substeps_ = 1;
 };
 
 }  // namespace twinplane::core

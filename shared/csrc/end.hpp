@@ -153,6 +153,9 @@ class End {
     if (link_ != nullptr) link_->interrupt(link_->woken);
   }
 
+  // The data plane asks, the control plane tells.
+  uint64_t interrupted() const { return shm::interrupted(link().peer); }
+  void interrupt(uint64_t below) { shm::interrupt(link().own, below); }
   nb::dict peer() const { return describe(link().peer); }
   nb::dict own() const { return describe(link().own); }
   uint64_t missed_wakes() const { return link().waiter.missed_wakes(); }

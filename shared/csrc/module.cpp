@@ -159,13 +159,15 @@ NB_MODULE(_shm, m) {
   bind_end<Plane::kData>(m, "DataEnd", "The data plane's end: reads steps, writes results.")
       .def("wait_step", &Data::wait_incoming, "timeout_ns"_a)
       .def("step", &Data::incoming, "sequence"_a)
-      .def("result_slot", &Data::outgoing, "timeout_ns"_a);
+      .def("result_slot", &Data::outgoing, "timeout_ns"_a)
+      .def("interrupted", &Data::interrupted);
 
   using Control = End<Plane::kControl>;
   bind_end<Plane::kControl>(m, "ControlEnd", "The control plane's end: writes steps, reads results.")
       .def("step_slot", &Control::outgoing, "timeout_ns"_a)
       .def("wait_result", &Control::wait_incoming, "timeout_ns"_a)
-      .def("result", &Control::incoming, "sequence"_a);
+      .def("result", &Control::incoming, "sequence"_a)
+      .def("interrupt", &Control::interrupt, "below"_a);
 }
 
 }  // namespace twinplane::shm

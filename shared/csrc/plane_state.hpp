@@ -11,6 +11,7 @@
 
 #include "shared/csrc/clock.hpp"
 #include "shared/csrc/futex.hpp"
+#include "shared/csrc/points.hpp"
 #include "shared/csrc/wire.hpp"
 #include "shared/csrc/word.hpp"
 
@@ -25,6 +26,20 @@ inline void set_phase(wire::PlaneState& own, wire::Phase phase, uint64_t step) {
   store(own.phase_step, step, std::memory_order_relaxed);
   store(own.phase_since_ns, now_ns(), std::memory_order_relaxed);
   store(own.phase, static_cast<uint32_t>(phase), std::memory_order_release);
+}
+
+// The control plane wants its turn: steps below number `below` end after the substep under way. It only grows, so there
+// is nothing to take back, and an interrupt of a step that has ended meanwhile means nothing to the next one.
+inline void interrupt(wire::PlaneState& own, uint64_t below) {
+  pass(Point::kBeforeInterrupt);
+  store(own.interrupted, below, std::memory_order_release);  // [I1]
+  pass(Point::kAfterInterrupt);
+}
+
+// Read by the data plane after each substep. It sees [I1] as late as the store buffer lets it, that is, within the next
+// substep at the latest; nothing else is read on its word.
+inline uint64_t interrupted(const wire::PlaneState& peer) {
+  return load(peer.interrupted, std::memory_order_acquire);  // [I2] pairs with [I1]
 }
 
 // A copy for people. Its fields are read one by one: in the middle of a change they may belong to two phases.

@@ -23,13 +23,15 @@ enum class Point : size_t {
   kAfterFutexWait,   // woken, still announced
   kAfterRing,        // `rings` moved, sleeper not looked for
   kBeforeFutexWake,  // sleeper seen, not woken
+  kBeforeInterrupt,  // the control plane wants its turn, the data plane can not know
+  kAfterInterrupt,   // `interrupted` moved
   kCount,
 };
 
 inline constexpr std::array<std::string_view, static_cast<size_t>(Point::kCount)> kPointNames = {
-    "before-ready-H1",  "before-publish-P1",  "after-publish-P1",  "before-consume-C1",
-    "after-consume-C1", "before-sleeping-B1", "after-sleeping-B1", "before-futex-wait",
-    "after-futex-wait", "after-ring-B3",      "before-futex-wake",
+    "before-ready-H1",    "before-publish-P1",   "after-publish-P1",   "before-consume-C1", "after-consume-C1",
+    "before-sleeping-B1", "after-sleeping-B1",   "before-futex-wait",  "after-futex-wait",  "after-ring-B3",
+    "before-futex-wake",  "before-interrupt-I1", "after-interrupt-I1",
 };
 
 using PointHook = void (*)(Point);

@@ -9,8 +9,8 @@
 namespace twinplane::wire {
 
 inline constexpr uint64_t kMagic = 0x454e414c504e5754;
-inline constexpr uint32_t kLayoutVersion = 3;
-inline constexpr uint64_t kLayoutHash = 0xb93f7487bac1081a;
+inline constexpr uint32_t kLayoutVersion = 4;
+inline constexpr uint64_t kLayoutHash = 0xc54e79c8a069648d;
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kCacheLine = 64;
 inline constexpr int32_t kNoToken = -1;
@@ -34,6 +34,7 @@ enum ExtraKind : uint32_t {
   kExtraKindLogitBias = 3,  // pairs (token id, float bits) added to the logits
   kExtraKindAllowedTokens = 4,  // token ids; every other token is masked out
   kExtraKindSuppressedTokens = 5,  // word 0: first position where they are allowed again; rest: token ids
+  kExtraKindStopTokens = 6,  // word 0: first position where one of them ends the row; rest: token ids
 };
 
 // What is special about a result entry.
@@ -94,8 +95,9 @@ struct PlaneState {
   uint64_t heartbeat_ns;  // +128: CLOCK_MONOTONIC of the last sign of life
   uint64_t phase_since_ns;  // +136: CLOCK_MONOTONIC when the current phase began
   uint64_t phase_step;  // +144: step the current phase is about
-  uint32_t phase;  // +152: Phase
-  uint32_t pad2[9];  // +156: end of the cache line
+  uint64_t interrupted;  // +152: control plane: steps below this number end after the substep under way; only grows
+  uint32_t phase;  // +160: Phase
+  uint32_t pad2[7];  // +164: end of the cache line
 };
 static_assert(sizeof(PlaneState) == 192 && alignof(PlaneState) == 8);
 static_assert(std::is_trivially_copyable_v<PlaneState> && std::is_standard_layout_v<PlaneState>);
@@ -106,8 +108,9 @@ static_assert(offsetof(PlaneState, pad1) == 72);
 static_assert(offsetof(PlaneState, heartbeat_ns) == 128);
 static_assert(offsetof(PlaneState, phase_since_ns) == 136);
 static_assert(offsetof(PlaneState, phase_step) == 144);
-static_assert(offsetof(PlaneState, phase) == 152);
-static_assert(offsetof(PlaneState, pad2) == 156);
+static_assert(offsetof(PlaneState, interrupted) == 152);
+static_assert(offsetof(PlaneState, phase) == 160);
+static_assert(offsetof(PlaneState, pad2) == 164);
 
 // A futex doorbell. `rings` carries no truth: anyone may add to it; `sleeping` is the waiter's.
 struct Bell {
@@ -138,7 +141,7 @@ struct StepHeader {
   uint32_t num_swap_ins;  // +48: used entries of `swap_ins`
   uint32_t num_copies;  // +52: used entries of `copies`
   uint32_t num_extra_words;  // +56: used words of `extras`
-  uint32_t pad0;  // +60: end of the record
+  uint32_t num_substeps;  // +60: decode steps the data plane makes of it on its own; at least 1, above 1 all of `seqs` are decodes
 };
 static_assert(sizeof(StepHeader) == 64 && alignof(StepHeader) == 8);
 static_assert(std::is_trivially_copyable_v<StepHeader> && std::is_standard_layout_v<StepHeader>);
@@ -155,7 +158,7 @@ static_assert(offsetof(StepHeader, num_swap_outs) == 44);
 static_assert(offsetof(StepHeader, num_swap_ins) == 48);
 static_assert(offsetof(StepHeader, num_copies) == 52);
 static_assert(offsetof(StepHeader, num_extra_words) == 56);
-static_assert(offsetof(StepHeader, pad0) == 60);
+static_assert(offsetof(StepHeader, num_substeps) == 60);
 
 // One scheduled sequence of a step.
 struct SeqEntry {
@@ -189,7 +192,7 @@ struct RowOpen {
   float presence_penalty;  // +40: 0 = off
   float frequency_penalty;  // +44: 0 = off
   uint32_t num_candidates;  // +48: each sample of the row also returns its so many most likely tokens; 0 = none
-  uint32_t pad0;  // +52: end of the record
+  uint32_t limit;  // +52: tokens its sequence may have: the one at position limit - 1 is the last
 };
 static_assert(sizeof(RowOpen) == 56 && alignof(RowOpen) == 8);
 static_assert(std::is_trivially_copyable_v<RowOpen> && std::is_standard_layout_v<RowOpen>);
@@ -205,7 +208,7 @@ static_assert(offsetof(RowOpen, repetition_penalty) == 36);
 static_assert(offsetof(RowOpen, presence_penalty) == 40);
 static_assert(offsetof(RowOpen, frequency_penalty) == 44);
 static_assert(offsetof(RowOpen, num_candidates) == 48);
-static_assert(offsetof(RowOpen, pad0) == 52);
+static_assert(offsetof(RowOpen, limit) == 52);
 
 // block_table[row][index] = block
 struct TableWrite {
@@ -263,7 +266,7 @@ struct ResultHeader {
   uint32_t num_entries;  // +40: used entries of `entries`
   uint32_t last;  // +44: 1 if this is the step's last result; the step retires with it
   uint32_t num_candidates;  // +48: used entries of `candidates`
-  uint32_t pad0;  // +52: end of the record
+  uint32_t substep;  // +52: which of the step's substeps, from 0
 };
 static_assert(sizeof(ResultHeader) == 56 && alignof(ResultHeader) == 8);
 static_assert(std::is_trivially_copyable_v<ResultHeader> && std::is_standard_layout_v<ResultHeader>);
@@ -277,7 +280,7 @@ static_assert(offsetof(ResultHeader, status) == 36);
 static_assert(offsetof(ResultHeader, num_entries) == 40);
 static_assert(offsetof(ResultHeader, last) == 44);
 static_assert(offsetof(ResultHeader, num_candidates) == 48);
-static_assert(offsetof(ResultHeader, pad0) == 52);
+static_assert(offsetof(ResultHeader, substep) == 52);
 
 // One sampled token.
 struct ResultEntry {

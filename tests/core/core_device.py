@@ -126,6 +126,7 @@ class Step:
 
     number: int
     num_decodes: int
+    num_substeps: int
     seqs: NDArray[np.void]
     token_ids: NDArray[np.int32]
     closes: NDArray[np.uint32]
@@ -158,6 +159,7 @@ def decode_step(slot: bytes | NDArray[np.uint8], capacities: wire.Capacities) ->
     return Step(
         int(header["step"]),
         int(header["num_decodes"]),
+        int(header["num_substeps"]),
         region(wire.SEQ_ENTRY, layout.seqs, "num_seqs"),
         region("<i4", layout.token_ids, "num_tokens"),
         region("<u4", layout.closes, "num_closes"),
@@ -181,6 +183,7 @@ class Row:
     bias: int = 0
     allowed: list[int] = field(default_factory=list)
     suppressed: tuple[int, list[int]] = (0, [])
+    stops: tuple[int, list[int]] = (0, [])
 
     def attach(self, kind: int, words: list[int]) -> None:
         if kind == wire.ExtraKind.PROMPT_HISTORY:
@@ -192,13 +195,19 @@ class Row:
             self.bias = sum(token * int(value) for token, value in zip(words[::2], values, strict=True))
         elif kind == wire.ExtraKind.ALLOWED_TOKENS:
             self.allowed = words
+        elif kind == wire.ExtraKind.STOP_TOKENS:
+            self.stops = (words[0], words[1:])
         else:
             assert kind == wire.ExtraKind.SUPPRESSED_TOKENS
             self.suppressed = (words[0], words[1:])
 
+    def ends_with(self, token: int, position: int) -> bool:
+        """Its sequence ends with this token at this position."""
+        return position + 1 == self.open["limit"] or (position >= self.stops[0] and token in self.stops[1])
+
 
 class FakeDevice:
-    """Steps are taken by :meth:`send` and executed, strictly in order, by :meth:`run_next`."""
+    """Steps are taken by :meth:`send` and executed, strictly in order, substep by substep, by :meth:`run_next`."""
 
     def __init__(self, capacities: wire.Capacities, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.capacities = capacities
@@ -207,13 +216,20 @@ class FakeDevice:
         self.host = np.full((num_host_blocks, block_size, 2), -1, np.int64)
         self.now_ns = 0  # the clock of whoever drives it
         self.rows: dict[int, Row] = {}
+        self._tokens: dict[int, list[int]] = {}  # by row, what its last sample was made of
         self._candidates: list[tuple[int, float]] = []  # of the step being executed
         self.in_flight: list[tuple[Step, dict[int, set[int]]]] = []  # with the blocks each row may touch; copies are nobody's row
+        self.substeps_run = 0  # of the oldest step in flight
+        self._going_on: list[tuple[int, int]] = []  # rows of it that have not ended, and the position of their last token
         self.sent_tables: dict[int, dict[int, int]] = {}  # block tables as they will be after all sent steps
 
     def send(self, slot: bytes | NDArray[np.uint8]) -> Step:
         """Takes a step, and checks INV-3: nothing it hands out may be named by a step that has not retired."""
         step = decode_step(slot, self.capacities)
+        if step.num_substeps > 1:
+            assert not self.in_flight and step.num_decodes == len(step.seqs) > 0 and not len(step.copies), "INV-12"
+            assert not len(step.opens) and not len(step.forks) and not len(step.swap_outs) and not len(step.swap_ins)
+        assert all(earlier.num_substeps == 1 for earlier, _ in self.in_flight), "INV-12: sent behind a step of several substeps"
         busy_rows = {row for earlier, _ in self.in_flight for row in earlier.rows}
         for row in step.closes.tolist():
             del self.sent_tables[row]
@@ -239,7 +255,10 @@ class FakeDevice:
         writers = [(COPIES, target) for _, target in step.copies.tolist()]
         for seq in step.seqs:
             row, first, count = int(seq["row"]), int(seq["position"]), int(seq["num_tokens"])
-            indices = range(first // self.block_size, (first + count - 1) // self.block_size + 1)
+            last = first + count - 1
+            if step.num_substeps > 1:
+                last = min(last + step.num_substeps - 1, max(self.sent_tables[row]) * self.block_size + self.block_size - 1)
+            indices = range(first // self.block_size, last // self.block_size + 1)
             writers += [(row, self.sent_tables[row][index]) for index in indices]
         for _, block in writers:
             rows = {other for other, written in writers if written == block}
@@ -250,9 +269,31 @@ class FakeDevice:
                     users -= {COPIES}  # its owner goes on in it, behind what was copied
                 assert users <= rows - {COPIES}, f"block {block} of {rows} reused while a step in flight names it for {users}"
 
-    def run_next(self) -> bytes:
-        """Executes the oldest step in flight; the bytes of its result slot. It retires when the scheduler gets them."""
-        step, _ = self.in_flight.pop(0)
+    def run_next(self, interrupted: int = 0) -> bytes:
+        """Executes a substep of the oldest step in flight; the bytes of its result slot. The step retires when the scheduler gets its last.
+
+        ``interrupted``: steps below this number end with this substep.
+        """
+        step, _ = self.in_flight[0]
+        entries = self._run_first(step) if self.substeps_run == 0 else self._run_on()
+        self.substeps_run += 1
+        ended = {entry[0] for entry in entries if entry[4] or self.rows[entry[0]].ends_with(entry[1], len(self._tokens[entry[0]]))}
+        self._going_on = [(row, len(self._tokens[row])) for row, *_ in entries if row not in ended]
+        last = self.substeps_run == step.num_substeps or not self._going_on or interrupted > step.number
+        result = self.result(step.number, entries, self._candidates, substep=self.substeps_run - 1, last=last)
+        if last:
+            self.in_flight.pop(0)
+            self.substeps_run = 0
+        return result
+
+    def _run_on(self) -> list[tuple[int, int, float, int, int]]:
+        """Every row that goes on takes the token it sampled last."""
+        self._candidates = []
+        for number, position in self._going_on:
+            self._slot(self.rows[number], position)[:] = (position, self.rows[number].last_token)
+        return [self._sample(number, self.rows[number], self._context(number, position + 1)) for number, position in self._going_on]
+
+    def _run_first(self, step: Step) -> list[tuple[int, int, float, int, int]]:
         for row in step.closes.tolist():
             del self.rows[row]
         for opened in step.opens:
@@ -273,8 +314,7 @@ class FakeDevice:
         for seq in step.seqs:
             self._write(seq, step.token_ids)
         self._candidates = []
-        entries = [entry for seq in step.seqs if (entry := self._read(seq)) is not None]
-        return self.result(step.number, entries, self._candidates)
+        return [entry for seq in step.seqs if (entry := self._read(seq)) is not None]
 
     def _write(self, seq: np.void, token_ids: NDArray[np.int32]) -> None:
         row = self.rows[int(seq["row"])]
@@ -287,13 +327,17 @@ class FakeDevice:
             self._slot(row, first + i)[:] = (first + i, token)
 
     def _read(self, seq: np.void) -> tuple[int, int, float, int, int] | None:
-        row = self.rows[int(seq["row"])]
         if not seq["flags"] & wire.SeqFlag.SAMPLES:
             return None
-        past = int(seq["position"]) + int(seq["num_tokens"])
-        content = np.array([self._slot(row, p) for p in range(past)])
+        number = int(seq["row"])
+        return self._sample(number, self.rows[number], self._context(number, int(seq["position"]) + int(seq["num_tokens"])))
+
+    def _context(self, number: int, past: int) -> list[int]:
+        """The tokens before position ``past``, read back through the block table."""
+        content = np.array([self._slot(self.rows[number], p) for p in range(past)])
         assert (content[:, 0] == np.arange(past)).all(), "the block table leads to somebody else's KV"
-        return self._sample(int(seq["row"]), row, content[:, 1].tolist())
+        self._tokens[number] = content[:, 1].tolist()
+        return self._tokens[number]
 
     def _slot(self, row: Row, position: int) -> NDArray[np.int64]:
         return self.kv[row.table[position // self.block_size], position % self.block_size]
@@ -325,6 +369,7 @@ class FakeDevice:
         candidates: Iterable[tuple[int, float]] = (),
         *,
         status: int = 0,
+        substep: int = 0,
         last: bool = True,
     ) -> bytes:
         """A result slot's bytes; entries are (row, token, logprob, rank, flags)."""
@@ -332,7 +377,7 @@ class FakeDevice:
         slot = np.zeros(layout.bytes, np.uint8)
         header = slot[layout.header :].view()[: wire.RESULT_HEADER.itemsize].view(wire.RESULT_HEADER)[0]
         header["step"], header["status"], header["num_entries"], header["last"] = step, status, len(entries), last
-        header["finished_ns"] = self.now_ns
+        header["finished_ns"], header["substep"] = self.now_ns, substep
         target = slot[layout.entries : layout.entries + len(entries) * wire.RESULT_ENTRY.itemsize].view(wire.RESULT_ENTRY)
         for i, entry in enumerate(entries):
             target[i] = entry

@@ -32,6 +32,9 @@ class DataPlane:
         self.answer: Callable[[bytes], bytes] = lambda result: result  # what becomes of a result on its way
         self.steps_run = 0
         self.dies_after: int | None = None
+        self.results_run = 0
+        self.dies_after_substep: int | None = None  # of a step that has more
+        self.before_substep: Callable[[], object] = lambda: None
         self.error: BaseException | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -63,7 +66,7 @@ class DataPlane:
 
     def _serve(self) -> None:
         try:
-            while not self._stop.is_set() and self.steps_run != self.dies_after:
+            while not self._stop.is_set() and self.steps_run != self.dies_after and not self.dies_now:
                 sequence = self.end.wait_step(_shm.WAIT_BOUND_NS)
                 if sequence is not None:
                     self._run(sequence)
@@ -73,12 +76,20 @@ class DataPlane:
     def _run(self, sequence: int) -> None:
         step = self.device.send(self.end.step(sequence))
         assert step.number == sequence
-        result = self.end.result_slot(ALIVE_S * 10**9)
-        assert result is not None
-        result[:] = np.frombuffer(self.answer(self.device.run_next()), np.uint8)
-        self.end.publish()
-        self.end.consume(sequence)
-        self.steps_run += 1
+        while self.device.in_flight and not self._stop.is_set() and not self.dies_now:
+            result = self.end.result_slot(ALIVE_S * 10**9)
+            assert result is not None
+            self.before_substep()
+            result[:] = np.frombuffer(self.answer(self.device.run_next(self.end.interrupted())), np.uint8)
+            self.end.publish()
+            self.results_run += 1
+        if not self.device.in_flight:
+            self.end.consume(sequence)
+            self.steps_run += 1
+
+    @property
+    def dies_now(self) -> bool:
+        return self.device.in_flight != [] and self.device.substeps_run == self.dies_after_substep
 
 
 class Client:

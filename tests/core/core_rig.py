@@ -116,11 +116,11 @@ class Rig:
         self.check_decodes_come_first(before, step)
         return step
 
-    def retire(self) -> None:
-        """The oldest step in flight is executed and its result taken."""
+    def retire(self, *, early: bool = False) -> None:
+        """A substep of the oldest step in flight is executed and its result taken. ``early``: the step ends with it, unasked."""
         self.now += STEP_NS
         self.device.now_ns = self.now
-        self.scheduler.retire(self.device.run_next(), self.now)
+        self.scheduler.retire(self.device.run_next(2**63 if early else self.scheduler.interrupted), self.now)
         self.check()
         self.check_cancelled_blocks()
 

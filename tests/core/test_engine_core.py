@@ -6,7 +6,7 @@ import random
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -25,9 +25,10 @@ def some_request(i: int, **options: object) -> Request:
     return Request(prompt, **({"max_tokens": dice.randint(1, 20), "seed": i, "eos": (0,)} | options))  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+@pytest.fixture(params=[(1, 1), (2, 1), (2, 4)], ids=["depth1", "depth2", "substeps4"])
 def config(request: pytest.FixtureRequest) -> _core.CoreConfig:
-    return _core.CoreConfig(depth=request.param, **CONFIG)
+    depth, substeps = request.param
+    return _core.CoreConfig(depth=depth, max_substeps=substeps, **CONFIG)
 
 
 @pytest.fixture
@@ -131,6 +132,75 @@ def test_a_killed_data_plane_loses_and_repeats_no_token(core: _core.EngineCore, 
         plane.attach_to(core)
         client.wait()
         settle(core, plane)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + ALIVE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("comes", ["request", "cancel", "stop"])
+def test_what_comes_in_the_middle_of_a_step_ends_it_after_the_substep_under_way(comes: str) -> None:
+    config = _core.CoreConfig(max_substeps=8, **CONFIG)
+    core = _core.EngineCore(config)
+    core.start()
+    gate = threading.Semaphore(0)
+    with DataPlane(config, 1) as plane:
+        plane.before_substep = gate.acquire
+        plane.attach_to(core)
+        client = Client(core)
+        client.submit(1, Request((1, 2, 3), max_tokens=100))
+        while not (plane.device.in_flight and plane.device.in_flight[0][0].num_substeps == 8 and plane.device.substeps_run == 2):
+            before = plane.results_run
+            gate.release()
+            until(lambda before=before: plane.results_run > before and (plane.device.in_flight != [] or plane.results_run < 3))
+        step = plane.device.in_flight[0][0]
+        assert plane.end.interrupted() == 0
+        if comes == "request":
+            client.submit(2, Request((4, 5), max_tokens=3))
+        elif comes == "cancel":
+            core.cancel(1)
+        else:
+            core.stop()
+        until(lambda: plane.end.interrupted() == step.number + 1)
+        done = plane.results_run
+        gate.release()
+        until(lambda: plane.steps_run == step.number + 1)
+        assert plane.results_run == done + 1, "the substep under way was the step's last"
+        plane.before_substep = lambda: None
+        gate.release(9)  # for the one that waits at the gate
+        client.wait()
+        if comes == "request":
+            assert client.records[1].finish == client.records[2].finish == _core.FINISH_LENGTH
+        core.stop()
+        assert core.stats().steps_interrupted == 1
+
+
+def test_a_data_plane_killed_in_the_middle_of_a_step_loses_and_repeats_no_token() -> None:
+    config = _core.CoreConfig(max_substeps=8, **CONFIG)
+    core = _core.EngineCore(config)
+    core.start()
+    client = Client(core)
+    for epoch in range(1, 8):
+        with DataPlane(config, epoch) as plane:
+            plane.dies_after_substep = epoch
+            plane.attach_to(core)
+            if epoch < 4:
+                client.submit(epoch, Request((epoch, 2, 3), max_tokens=120, seed=epoch))
+            client.wait(lambda plane=plane: plane.is_dead)
+            assert plane.device.in_flight[0][0].num_substeps > plane.device.substeps_run == epoch
+            seen = sum(len(record.tokens) for record in client.records.values())
+            core.detach()
+            client.poll()
+            assert sum(len(record.tokens) for record in client.records.values()) >= seen
+    with DataPlane(config, 99) as plane:
+        plane.attach_to(core)
+        client.wait()
+        settle(core, plane)
+    assert {len(record.tokens) for record in client.records.values()} == {120}
+    core.stop()
 
 
 def test_a_step_that_fails_twice_quarantines_and_the_next_request_runs(core: _core.EngineCore, config: _core.CoreConfig) -> None:

@@ -56,6 +56,7 @@ def requests(draw: st.DrawFn) -> Request:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
+        substeps=st.sampled_from([1, 2, 4]),
         block_size=st.sampled_from([1, 2, 4, 16]),
         tokens=st.integers(24, 160),
         rows=st.integers(1, 6),
@@ -69,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(
         self,
         depth: int,
+        substeps: int,
         block_size: int,
         tokens: int,
         rows: int,
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **self.pool,
             num_host_blocks=host,
             depth=depth,
+            max_substeps=substeps,
             max_rows=rows,
             max_chunk_tokens=chunk,
             max_step_tokens=rows + spare,
@@ -120,9 +123,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (stats.running, self.rig.stats().waiting) == (0, 0), "the device is idle, work is there, nothing is sent"
 
     @precondition(lambda self: self.is_attached and self.rig.device.in_flight)
-    @rule()
-    def retire(self) -> None:
-        self.rig.retire()
+    @rule(early=st.sampled_from([False, False, False, True]))
+    def retire(self, early: bool) -> None:
+        self.rig.retire(early=early)
 
     @rule(turns=st.integers(1, 6))
     def turns(self, turns: int) -> None:

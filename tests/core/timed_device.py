@@ -86,6 +86,7 @@ class TimedRig:
             if slot is None:
                 break
             self._in_flight.append(decode_step(slot, self.capacities))
+            assert self._in_flight[-1].num_substeps == 1
         if self._in_flight:
             step = self._in_flight.pop(0)
             microseconds = self.cost(step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ class MemoryRings:
         self.steps: deque[np.ndarray] = deque()
         self.results: list[np.ndarray] = []
         self.phases: list[int] = []
+        self.interrupt_after: Callable[[int], int] = lambda results: 0  # what the control plane has said, by results published
         self._slot = np.zeros(self.layout.bytes, dtype=np.uint8)
         self._next = 0
         self._open: dict[int, np.ndarray] = {}
@@ -78,6 +79,9 @@ class MemoryRings:
 
     def publish(self) -> None:
         self.results.append(self._slot.copy())
+
+    def interrupted(self) -> int:
+        return self.interrupt_after(len(self.results))
 
     def set_phase(self, phase: int, step: int) -> None:
         self.phases.append(int(phase))
@@ -112,6 +116,7 @@ class StepBuilder:
     swap_ins: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     extras: list[int] = field(default_factory=list)
+    substeps: int = 1
 
     def sequence(self, row: int, position: int, tokens: Sequence[int], *, samples: bool) -> None:
         flags = (SeqFlag.SAMPLES if samples else 0) | (SeqFlag.CHUNK if len(tokens) > 1 else 0)
@@ -132,7 +137,8 @@ class StepBuilder:
         layout = StepSlotLayout(capacities)
         slot = np.zeros(layout.bytes, dtype=np.uint8)
         header = np.zeros(1, dtype=STEP_HEADER)
-        header["step"] = self.step
+        header["step"], header["num_substeps"] = self.step, self.substeps
+        header["num_decodes"] = sum(not flags & SeqFlag.CHUNK for *_, flags, _ in self.seqs)
         parts = (
             ("seqs", "num_seqs", np.array(self.seqs, dtype=SEQ_ENTRY)),
             ("token_ids", "num_tokens", np.array(self.tokens, dtype=np.int32)),
@@ -153,11 +159,18 @@ class StepBuilder:
 
 
 def run_step(worker: Worker, rings: MemoryRings, step: StepBuilder) -> Result:
-    """Run one step through the worker's own loop, and return its result."""
-    rings.steps.append(step.build(Capacities(*rings.capacities)))
+    """Run one step through the worker's own loop, and return its only result."""
+    (result,) = run_substeps(worker, rings, step)
+    return result
+
+
+def run_substeps(worker: Worker, rings: MemoryRings, step: StepBuilder) -> list[Result]:
+    """Run one step through the worker's own loop, and return its results."""
+    capacities = Capacities(*rings.capacities)
+    rings.steps.append(step.build(capacities))
     before = len(rings.results)
-    worker.run(lambda: len(rings.results) > before)
-    return Result.parse(rings.results[-1], Capacities(*rings.capacities))
+    worker.run(lambda: len(rings.results) > before and bool(Result.parse(rings.results[-1], capacities).header["last"]))
+    return [Result.parse(result, capacities) for result in rings.results[before:]]
 
 
 @dataclass

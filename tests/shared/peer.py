@@ -1,7 +1,8 @@
 """One plane as a process of its own, for tests: ``python peer.py control|data INSTANCE EPOCH [options]``.
 
-The control side owns the instance, creates the session's segment and sends numbered steps; the data side answers each with
-a result. Every word of a slot carries its sequence number, so a torn, lost, doubled or reordered message is seen.
+The control side owns the instance, creates the session's segment and sends numbered steps; the data side answers each with one
+to three results, fewer if it is interrupted. Every word of a step carries its number, every word of a result its own and whether
+it is the step's last, so a torn, lost, doubled or reordered message is seen.
 Prints one JSON line when attached and one at the end; exits 3 when the peer stopped answering.
 """
 
@@ -68,7 +69,7 @@ def verify(slot: np.ndarray, sequence: int) -> None:
 def drive(end: ControlEnd, args: argparse.Namespace) -> None:
     """Send ``count`` steps with at most ``in_flight`` unanswered; take the results in order."""
     pause = pauses(args.pattern, seed=1)
-    sent = answered = 0
+    sent = answered = results = 0
     while answered < args.count:
         while sent < args.count and sent - answered < args.in_flight:
             slot = end.step_slot(args.timeout_ns)
@@ -81,15 +82,21 @@ def drive(end: ControlEnd, args: argparse.Namespace) -> None:
         got = end.wait_result(args.timeout_ns)
         if got is None:
             sys.exit(PEER_GONE)
-        assert got == answered
-        verify(end.result(got), got)
+        assert got == results
+        slot = end.result(got)
+        is_last = int(slot.view(np.uint64)[0]) % 2
+        verify(slot, 2 * got + is_last)
         end.consume(got)
-        answered += 1
+        results += 1
+        answered += is_last
+        if results % 7 == 0:
+            end.interrupt(sent)
 
 
 def answer(end: DataEnd, args: argparse.Namespace) -> None:
     """Answer ``count`` steps."""
     pause = pauses(args.pattern, seed=2)
+    results = 0
     for expected in range(args.count):
         end.set_phase(Phase.IDLE, expected)
         got = end.wait_step(args.timeout_ns)
@@ -99,11 +106,17 @@ def answer(end: DataEnd, args: argparse.Namespace) -> None:
         assert got == expected
         verify(end.step(got), got)
         pause(got)
-        slot = end.result_slot(args.timeout_ns)
-        if slot is None:
-            sys.exit(PEER_GONE)
-        fill(slot, got)
-        end.publish()
+        is_last = False
+        for substep in range(1 + got % 3):
+            slot = end.result_slot(args.timeout_ns)
+            if slot is None:
+                sys.exit(PEER_GONE)
+            is_last = substep == got % 3 or end.interrupted() > got
+            fill(slot, 2 * results + is_last)
+            end.publish()
+            results += 1
+            if is_last:
+                break
         end.consume(got)
 
 
@@ -168,7 +181,8 @@ def main() -> None:
     else:
         answer(end, args)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the interpreter's end resets handlers, not what is ignored
-    say(missed_wakes=end.missed_wakes, signals=signals, published=end.own()["published"], cpu_s=time.process_time())
+    steps = end.own()["published" if args.role == "control" else "consumed"]
+    say(missed_wakes=end.missed_wakes, signals=signals, steps=steps, cpu_s=time.process_time())
     end.close()
     lock.release()
 

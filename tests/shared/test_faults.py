@@ -24,7 +24,7 @@ CASES = [pytest.param("control", "before-ready-H1", 1)] + [
     for role in ("control", "data")
     for point in POINTS
     for passage in (1, 7, 50)
-    if point != "before-ready-H1"
+    if point != "before-ready-H1" and (role == "control" or not point.endswith("interrupt-I1"))
 ]
 
 
@@ -106,7 +106,7 @@ def test_a_reader_that_stands_still_holds_the_writer_back_and_loses_nothing(spaw
         os.kill(data.pid, signal.SIGCONT)
         time.sleep(0.02)
     reports = [peer.read() for peer in (control, data)]  # each has verified order and content of all it received
-    assert [report["published"] for report in reports] == [20_000, 20_000]
+    assert [report["steps"] for report in reports] == [20_000, 20_000]
     assert [report["missed_wakes"] for report in reports] == [0, 0]
 
 

@@ -113,11 +113,11 @@ def test_golden_bytes_of_a_step() -> None:
     def region(offset: int, dtype: np.dtype | str, count: int) -> np.ndarray:
         return slot[offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
 
-    region(layout.header, wire.STEP_HEADER, 1)[0] = (7, 0x1122334455667788, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 4, 0)
+    region(layout.header, wire.STEP_HEADER, 1)[0] = (7, 0x1122334455667788, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 4, 8)
     region(layout.seqs, wire.SEQ_ENTRY, 1)[0] = (1, 10, 3, 0, wire.SeqFlag.SAMPLES | wire.SeqFlag.CHUNK, 0)
     region(layout.token_ids, "<i4", 3)[:] = (5, 6, wire.NO_TOKEN)
     region(layout.closes, "<u4", 1)[0] = 9
-    region(layout.opens, wire.ROW_OPEN, 1)[0] = (1, wire.RowFlag.LOGPROBS, 42, 2, 0.5, 0.25, 0, 3, 1, 0, 0, 8, 0)
+    region(layout.opens, wire.ROW_OPEN, 1)[0] = (1, wire.RowFlag.LOGPROBS, 42, 2, 0.5, 0.25, 0, 3, 1, 0, 0, 8, 99)
     region(layout.forks, wire.ROW_FORK, 1)[0] = (1, 0, 2)
     region(layout.table_writes, wire.TABLE_WRITE, 1)[0] = (1, 2, 0x33)
     region(layout.swap_outs, wire.BLOCK_SWAP, 1)[0] = (0x66, 0x77)
@@ -127,12 +127,12 @@ def test_golden_bytes_of_a_step() -> None:
 
     expected = {
         0: "07000000 00000000  88776655 44332211  01000000 01000000 03000000 01000000 01000000 01000000 01000000 01000000"
-        " 01000000 01000000 04000000 00000000",
+        " 01000000 01000000 04000000 08000000",
         64: "01000000 0a000000 03000000 00000000 03000000 00000000",  # seqs: 2 * 24 bytes, padded to 64
         128: "05000000 06000000 ffffffff",  # token_ids: 16 * 4
         192: "09000000",  # closes: 2 * 4, padded
         256: "01000000 02000000 2a000000 00000000 02000000 0000003f 0000803e 00000000 03000000 0000803f 00000000 00000000"
-        " 08000000 00000000",
+        " 08000000 63000000",
         384: "01000000 02000000 33000000",  # table_writes: behind opens, 2 * 56 padded to 128
         448: "01000000 00000000 02000000",  # forks
         512: "66000000 77000000",  # swap_outs
@@ -150,11 +150,11 @@ def test_golden_bytes_of_a_step() -> None:
 def test_golden_bytes_of_a_result() -> None:
     slot = np.zeros(4096, np.uint8)
     layout = wire.ResultSlotLayout(wire.Capacities(2, 2, 16, 4, 2, 4, 2, 1, 2))
-    slot[:56].view(wire.RESULT_HEADER)[0] = (7, 1, 2, 3, 4, 5, wire.StepStatus.FAILED, 2, 1, 1, 0)
+    slot[:56].view(wire.RESULT_HEADER)[0] = (7, 1, 2, 3, 4, 5, wire.StepStatus.FAILED, 2, 1, 1, 3)
     slot[64 : 64 + 40].view(wire.RESULT_ENTRY)[:] = [(1, 500, -0.5, 2, 0), (0, wire.NO_TOKEN, 0.0, 0, wire.ResultFlag.NOT_FINITE)]
     assert (layout.entries, layout.candidates) == (64, 128)
     slot[128 : 128 + 8].view(wire.CANDIDATE)[:] = [(500, -0.5)]
-    header = "07000000 00000000 01000000 00000000 02000000 00000000 03000000 04000000 05000000 01000000 02000000 01000000 01000000 00000000"
+    header = "07000000 00000000 01000000 00000000 02000000 00000000 03000000 04000000 05000000 01000000 02000000 01000000 01000000 03000000"
     entries = "01000000 f4010000 000000bf 02000000 00000000   00000000 ffffffff 00000000 00000000 01000000"
     expected = bytes.fromhex(header) + bytes(8) + bytes.fromhex(entries) + bytes(24) + bytes.fromhex("f4010000 000000bf")
     assert slot.tobytes() == expected + bytes(4096 - len(expected))

@@ -334,7 +334,7 @@ def finish(peers: list[Any], count: int) -> list[dict[str, int]]:
     reports = [peer.read() for peer in peers]
     assert [peer.wait_exit() for peer in peers] == [0, 0]
     for report in reports:
-        assert report["missed_wakes"] == 0 and report["published"] == count
+        assert report["missed_wakes"] == 0 and report["steps"] == count
     return reports
 
 

@@ -26,7 +26,8 @@ Config stress_config() {
   config.max_step_tokens = {64};
   config.max_chunk_tokens = {16};
   config.max_waiting_requests = 60;
-  config.max_model_len = {64};
+  config.max_model_len = {96};
+  config.max_substeps = 4;
   return config;
 }
 
@@ -63,8 +64,17 @@ class DataPlane {
       waiter.wait([&] { return (steps.has_news() && results.has_room()) || stop_.load(); }, shm::kWaitBoundNs);
       while (steps.has_news() && results.has_room() && !stop_.load()) {
         const uint64_t step = steps.next();
-        device_.run(steps.slot(step), results.slot());
-        results.publish();
+        bool is_last;
+        do {
+          waiter.wait([&] { return results.has_room() || stop_.load(); }, shm::kWaitBoundNs);
+          if (stop_.load()) return;
+          if (!results.has_room()) {
+            is_last = false;
+            continue;
+          }
+          is_last = device_.run(steps.slot(step), results.slot(), shm::interrupted(session_->control()));
+          results.publish();
+        } while (!is_last);
         steps.consume(step);
       }
     }
@@ -126,7 +136,9 @@ class Ledger {
   size_t ended_ = 0;
 };
 
-void produce(EngineCore& core, Ledger& ledger, uint64_t producer, const std::atomic<bool>& stop) {
+// In a lull nobody waits most of the time, and steps have several substeps, until somebody comes.
+void produce(EngineCore& core, Ledger& ledger, uint64_t producer, const std::atomic<bool>& stop,
+             const std::atomic<bool>& is_lull) {
   std::mt19937_64 dice(producer);
   uint64_t count = 0;
   while (!stop.load()) {
@@ -134,7 +146,7 @@ void produce(EngineCore& core, Ledger& ledger, uint64_t producer, const std::ato
     std::vector<int32_t> prompt(1 + dice() % 30);
     for (int32_t& token : prompt) token = static_cast<int32_t>(dice() % kVocab);
     RequestParams params;
-    params.max_tokens = {static_cast<uint32_t>(1 + dice() % 30)};
+    params.max_tokens = {static_cast<uint32_t>(1 + dice() % 60)};
     params.eos_token_ids = {kEos};
     params.logprobs = dice() % 2 == 0;
     if (dice() % 20 == 0) params.deadline = {shm::now_ns() + dice() % 5'000'000};
@@ -146,6 +158,7 @@ void produce(EngineCore& core, Ledger& ledger, uint64_t producer, const std::ato
     if (dice() % 3 == 0) core.cancel({producer * 1'000'000 + dice() % count});
     if (dice() % 50 == 0) REQUIRE(core.stats().running <= stress_config().max_rows, "too many running");
     if (dice() % 50 == 0) core.peer();
+    if (is_lull.load()) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 20'000));
   }
 }
 
@@ -163,7 +176,7 @@ void stress(int seconds) {
   EngineCore core(config);
   Ledger ledger;
   core.start();
-  std::atomic<bool> stop{false}, stop_reading{false};
+  std::atomic<bool> stop{false}, stop_reading{false}, is_lull{false};
   std::vector<std::thread> producers;
   std::thread reader([&] { read_events(core, ledger, stop_reading); });
   const uint64_t end_ns = shm::now_ns() + static_cast<uint64_t>(seconds) * shm::kNsPerSecond;
@@ -173,8 +186,9 @@ void stress(int seconds) {
     core.attach(plane.fd(), plane.capacities(), epoch, pool);
     core.activate(Nanos{0});
     for (uint64_t i = producers.size(); i < kProducers; ++i) {
-      producers.emplace_back([&, i] { produce(core, ledger, i, stop); });
+      producers.emplace_back([&, i] { produce(core, ledger, i, stop, is_lull); });
     }
+    is_lull.store(epoch % 4 > 1);
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     plane.kill();
     core.detach(SessionEnd::kLost);
@@ -184,6 +198,11 @@ void stress(int seconds) {
   core.attach(plane.fd(), plane.capacities(), 1'000'000, pool);
   core.activate(Nanos{0});
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const Stats stats = core.stats();
+  std::printf("steps %lu, results %lu, interrupted %lu\n", stats.counters.steps_retired, stats.counters.results_taken,
+              stats.counters.steps_interrupted);
+  REQUIRE(stats.counters.results_taken > stats.counters.steps_retired && stats.counters.steps_interrupted != 0,
+          "no step had several substeps");
   core.stop();  // with producers still at it
   stop.store(true);
   for (std::thread& producer : producers) producer.join();
