@@ -21,6 +21,13 @@ def test_INV_11_a_tick_allocates_nothing_and_makes_no_system_call(depth: int, po
     assert pool_percent == 100 or measured["preemptions_per_tick"] > 0
 
 
+def test_INV_11_nor_do_the_ticks_and_results_of_steps_of_several_substeps() -> None:
+    measured = tick.run(64, ticks=4000, prompt=200, output=60, max_substeps=8)
+    assert measured["allocations_per_tick"] == 0
+    assert not measured["syscalls_per_tick"]
+    assert measured["results_per_step"] > 1.5 and measured["admissions_per_tick"] > 0.1
+
+
 def test_the_tick_that_admits_a_crowd_is_measured() -> None:
     measured = admit.run(8, 100, rounds=20)
     assert 0 < measured["p50_us"] <= measured["p99_us"] <= measured["max_us"]

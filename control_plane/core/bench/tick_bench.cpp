@@ -1,7 +1,7 @@
 // Measures what the scheduler adds to every step: accept newcomers + retire a result + plan and commit the next step +
 // hand events over. A steady mixture of decodes, block growth, finishes and admissions; results are made up outside the
 // timed part, and so is what other threads do (submitting, polling). Usage: tick_bench RUNNING TICKS PROMPT OUTPUT
-// BLOCK_SIZE DEPTH POOL_PERCENT; prints one JSON object.
+// BLOCK_SIZE DEPTH POOL_PERCENT MAX_SUBSTEPS; prints one JSON object.
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -88,7 +88,7 @@ namespace twinplane::core {
 namespace {
 
 struct Options {
-  uint32_t running, ticks, prompt, output, block_size, depth, pool_percent;
+  uint32_t running, ticks, prompt, output, block_size, depth, pool_percent, max_substeps;
 };
 
 Config config_of(const Options& o) {
@@ -96,6 +96,7 @@ Config config_of(const Options& o) {
   config.max_rows = o.running;
   config.max_step_tokens = {o.running + 2048};
   config.depth = o.depth;
+  config.max_substeps = o.max_substeps;
   config.max_waiting_requests = o.running;
   config.max_waiting_tokens = 1ull << 40;
   config.max_model_len = {2 * (o.prompt + o.output)};
@@ -128,7 +129,8 @@ class Bench {
     // Every row has been opened, closed and opened again before the first tick that counts.
     for (uint32_t i = 0; i < 3 * options_.output; ++i) turn();
     times_.clear();
-    heap_operations = growths_ = admissions_ = seqs_ = 0;
+    heap_operations = growths_ = admissions_ = seqs_ = results_ = 0;
+    sent_before_ = sent_;
     system_calls = 0;
     before_ = scheduler_.counters();
     has_watch_ = watch_system_calls();
@@ -155,7 +157,11 @@ class Bench {
     times_.add(shm::now_ns() - start_ns);
 
     newcomers_.clear();
-    retired_ += has_result;
+    results_ += has_result;
+    if (has_result) {
+      substep_ = is_last_ ? 0 : substep_ + 1;
+      retired_ += is_last_;
+    }
     sent_ += has_step;
     last_tick_sent_ = has_step;
     if (has_step) count(slot);
@@ -167,9 +173,17 @@ class Bench {
   // From 1 to `most`.
   uint32_t roll(uint32_t most) { return 1 + static_cast<uint32_t>(dice_() % most); }
 
-  // Keeps the queue filled, so that whoever finishes is replaced.
+  // Keeps the queue filled, so that whoever finishes is replaced. With substeps, which need that nobody waits, those
+  // who have finished are replaced a few at a time.
+  bool needs_more() {
+    if (options_.max_substeps == 1) return gate_.waiting_requests() < config_.max_waiting_requests / 4 + 1;
+    const auto live = static_cast<uint32_t>(scheduler_.population().sequences.size() + newcomers_.size());
+    is_topping_up_ = live < options_.running && (is_topping_up_ || live <= options_.running - options_.running / 8 - 1);
+    return is_topping_up_;
+  }
+
   void submit() {
-    while (gate_.waiting_requests() < config_.max_waiting_requests / 4 + 1) {
+    while (needs_more()) {
       const uint32_t length = roll(2 * options_.prompt - 1);
       RequestParams params;
       params.max_tokens = {roll(2 * options_.output - 1)};
@@ -184,7 +198,7 @@ class Bench {
     }
   }
 
-  // The result of the oldest step in flight.
+  // The next result of the oldest step in flight. From the second substep on, rows whose sequence has ended are silent.
   void answer() {
     if (sent_ == retired_) return;
     const wire::StepSlotLayout step_layout(capacities_);
@@ -196,13 +210,16 @@ class Bench {
     uint32_t count = 0;
     for (uint32_t i = 0; i < header.num_seqs; ++i) {
       if ((seqs[i].flags & wire::kSeqFlagSamples) == 0) continue;
+      if (substep_ != 0 && scheduler_.session()->rows.owner({seqs[i].row}) == nullptr) continue;
       entries[count++] = {
           .row = seqs[i].row, .token = static_cast<int32_t>(dice_() % kEos), .logprob = -1, .rank = 1, .flags = 0};
     }
     wire::ResultHeader result{};
     result.step = header.step;
     result.num_entries = count;
-    result.last = 1;
+    result.substep = substep_;
+    result.last = substep_ + 1 == header.num_substeps || scheduler_.interrupted().value > header.step;
+    is_last_ = result.last != 0;
     std::memcpy(result_.data() + layout.header, &result, sizeof(result));
   }
 
@@ -230,10 +247,11 @@ class Bench {
     }
     std::printf(
         ", \"sequences_per_step\": %.2f, \"finishes_per_tick\": %.4f, \"admissions_per_tick\": %.4f, "
-        "\"table_writes_per_tick\": %.4f, \"preemptions_per_tick\": %.5f}\n",
+        "\"table_writes_per_tick\": %.4f, \"preemptions_per_tick\": %.5f, \"results_per_step\": %.3f}\n",
         static_cast<double>(seqs_) / ticks, static_cast<double>(finished) / ticks,
         static_cast<double>(admissions_) / ticks, static_cast<double>(growths_) / ticks,
-        static_cast<double>(after.preemptions - before_.preemptions) / ticks);
+        static_cast<double>(after.preemptions - before_.preemptions) / ticks,
+        static_cast<double>(results_) / static_cast<double>(sent_ - sent_before_));
   }
 
   static constexpr int32_t kEos = 32'000;  // never sampled
@@ -254,6 +272,10 @@ class Bench {
   Counters before_;
   uint64_t next_id_ = 0, sent_ = 0, retired_ = 0;
   uint64_t growths_ = 0, admissions_ = 0, seqs_ = 0;
+  uint64_t results_ = 0, sent_before_ = 0;
+  uint32_t substep_ = 0;  // of the oldest step in flight
+  bool is_last_ = true;   // what answer() has written is its step's last
+  bool is_topping_up_ = false;
   bool last_tick_sent_ = true;
   bool has_watch_ = false;
 };
@@ -263,6 +285,6 @@ class Bench {
 
 int main(int argc, char** argv) {
   using namespace twinplane::core;
-  const auto v = arguments<7>(argc, argv, "RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT");
-  Bench({v[0], v[1], v[2], v[3], v[4], v[5], v[6]}).run();
+  const auto v = arguments<8>(argc, argv, "RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT MAX_SUBSTEPS");
+  Bench({v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]}).run();
 }
