@@ -73,7 +73,6 @@ class Device:
         context_tokens: int = 0,
         chunk_pairs: int = 0,
         swapped_blocks: int = 0,
-        substeps: int = 1,
     ) -> int: ...
 
 class Options:

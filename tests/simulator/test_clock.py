@@ -199,6 +199,18 @@ def test_the_same_input_gives_the_same_output():
     assert first["totals"] == second["totals"] and first["averages"] == second["averages"]
 
 
+def test_substeps_save_the_hosts_time_and_an_arrival_waits_for_the_one_under_way():
+    """One stream of 12 tokens; steps of 10 ms, 5 ms of host time before each, but not before a substep."""
+    alone = trace_of((0, 1, 12))
+    options = {"host_ms": 5.0, "depth": 1}
+    assert ms(replay(alone, flat_device(), **options)["finish_s"]) == [12 * 15]
+    # Steps of 1, 1, 2, 4 and 4 tokens.
+    assert ms(replay(alone, flat_device(), max_substeps=4, **options)["finish_s"]) == [12 * 10 + 5 * 5]
+    # Steps of 1, 1 and 2 tokens end at 15, 30 and 55 ms. At 83 ms the third token of the fourth is under way, until 90 ms.
+    busy = replay(trace_of((0, 1, 12), (83, 1, 1)), flat_device(), max_substeps=4, **options)
+    assert ms(busy["first_token_s"])[1] == 90 + 15
+
+
 def test_progress_is_reported_and_can_end_the_simulation():
     trace = random_trace(1, count=60_000, rate=1e5).native()
     seen: list[int] = []
@@ -221,7 +233,6 @@ def test_the_device_model_adds_up():
     assert device.time_ns(tokens=1) == 1000 + 100 + 10
     assert device.time_ns(tokens=6, sequences=2, context_tokens=100, chunk_pairs=40) == 1000 + 150 + 20 + 50 + 10
     assert device.time_ns(tokens=21) == 1000 + 300 + 10  # the last line goes on
-    assert device.time_ns(tokens=1, substeps=4) == 4 * 1110
     assert device.time_ns(tokens=0, sequences=0) == 0
 
 

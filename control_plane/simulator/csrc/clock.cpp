@@ -43,14 +43,14 @@ class Clock {
 
   void send(const Work& work) {
     recorder_.memory(system_.memory(), now_);
-    now_ += {static_cast<uint64_t>(options_.host_ns(work.sequences))};
+    if (!work.is_substep) now_ += {static_cast<uint64_t>(options_.host_ns(work.sequences))};
     const Nanos took = device_.time(work);
     const Nanos began = std::max(device_free_, now_);
     device_free_ = began + took;
     in_flight_.push_back({began, device_free_});
     totals_.device_busy += took;
-    totals_.sequence_steps += uint64_t{work.sequences} * work.substeps;
-    totals_.tokens += uint64_t{work.tokens} * work.substeps;
+    totals_.sequence_steps += work.sequences;
+    totals_.tokens += work.tokens;
     if (work.tokens == 0) return;  // only tells the device that rows have closed
     if (++totals_.steps % kStepsBetweenProgress == 0 && progress_) progress_(recorder_.num_closed(), now_);
   }

@@ -16,7 +16,7 @@ struct Work {
   uint64_t context_tokens = 0;  // KV entries read: each sequence's context once
   uint64_t chunk_pairs = 0;     // (query, key) pairs of the chunks' attention, which is bound by arithmetic
   uint32_t swapped_blocks = 0;  // moved between the device and the host, either way, before the model runs
-  uint32_t substeps = 1;  // decode steps the device makes on its own; tokens, context and pairs are of one of them
+  bool is_substep = false;      // the device goes on by itself: the host has nothing to plan
 
   // A sequence with `position` computed tokens takes `count` more.
   void add(uint32_t position, uint32_t count) {
@@ -27,8 +27,10 @@ struct Work {
   }
 };
 
-// time = substeps * (fixed + by_tokens(tokens) + sequences * per_sequence + context_tokens * per_context_token
-//                    + chunk_pairs * per_pair) + swapped_blocks * per_swapped_block, all in nanoseconds.
+// time = fixed + by_tokens(tokens) + sequences * per_sequence + context_tokens * per_context_token
+//        + chunk_pairs * per_pair + swapped_blocks * per_swapped_block, all in nanoseconds. Of each substep, if a step
+//        has
+// several.
 struct Device {
   Curve by_tokens_ns;  // the model itself: weights, then arithmetic
   double fixed_ns = 0;
@@ -44,7 +46,7 @@ struct Device {
     const double once = fixed_ns + by_tokens_ns(work.tokens) + per_sequence_ns * work.sequences +
                         per_context_token_ns * static_cast<double>(work.context_tokens) +
                         per_pair_ns * static_cast<double>(work.chunk_pairs);
-    return {static_cast<uint64_t>(std::llround(swaps + once * work.substeps))};
+    return {static_cast<uint64_t>(std::llround(swaps + once))};
   }
 };
 

@@ -275,11 +275,11 @@ void bind_inputs(nb::module_& m) {
       .def(
           "time_ns",
           [](const Device& device, uint32_t tokens, uint32_t sequences, uint64_t context_tokens, uint64_t chunk_pairs,
-             uint32_t swapped_blocks, uint32_t substeps) {
-            return device.time({tokens, sequences, context_tokens, chunk_pairs, swapped_blocks, substeps}).value;
+             uint32_t swapped_blocks) {
+            return device.time({tokens, sequences, context_tokens, chunk_pairs, swapped_blocks}).value;
           },
           nb::kw_only(), "tokens"_a, "sequences"_a = 1, "context_tokens"_a = 0, "chunk_pairs"_a = 0,
-          "swapped_blocks"_a = 0, "substeps"_a = 1);
+          "swapped_blocks"_a = 0);
 
   nb::class_<Options>(m, "Options")
       .def(

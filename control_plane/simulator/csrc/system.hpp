@@ -22,7 +22,7 @@ class System {
 
   virtual void submit(size_t request, Nanos now) = 0;
 
-  // The next step, if there is one that can be sent now.
+  // The next step, or substep of the one the device goes on with by itself, if there is one that can begin now.
   virtual std::optional<Work> next_step(Nanos now) = 0;
 
   // The oldest step in flight is done, and the host turns to it now.

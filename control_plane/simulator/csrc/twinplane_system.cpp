@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -37,6 +38,7 @@ TwinplaneSystem::TwinplaneSystem(const Trace& trace, const core::Config& config,
       step_(step_layout_.bytes),
       result_(result_layout_.bytes),
       sequences_(config.max_rows),
+      limits_(config.max_rows),
       unfinished_(trace.size()) {
   for (size_t i = 0; i < trace.size(); ++i) unfinished_[i] = trace[i].samples;
   scheduler_.attach(pool, capacities_);
@@ -61,17 +63,17 @@ void TwinplaneSystem::submit(size_t i, Nanos now) {
 }
 
 std::optional<Work> TwinplaneSystem::next_step(Nanos now) {
+  if (!going_on_.empty()) return go_on();
   if (!scheduler_.tick(step_.data(), now)) return std::nullopt;
   const auto& header = *region<wire::StepHeader>(step_, step_layout_.header);
   const auto* const opens = region<wire::RowOpen>(step_, step_layout_.opens);
-  for (uint32_t k = 0; k < header.num_opens; ++k) sequences_[opens[k].row] = opens[k].seed + opens[k].stream;
-
-  std::vector<Sample> samples;
-  if (!spare_.empty()) {
-    samples = std::move(spare_.back());
-    spare_.pop_back();
-    samples.clear();
+  for (uint32_t k = 0; k < header.num_opens; ++k) {
+    sequences_[opens[k].row] = opens[k].seed + opens[k].stream;
+    limits_[opens[k].row] = opens[k].limit;
   }
+  num_substeps_ = header.num_substeps;
+
+  std::vector<Sample> samples = no_samples();
   Work work;
   work.swapped_blocks = header.num_swap_outs + header.num_swap_ins;
   const auto* const seqs = region<wire::SeqEntry>(step_, step_layout_.seqs);
@@ -79,10 +81,43 @@ std::optional<Work> TwinplaneSystem::next_step(Nanos now) {
     const wire::SeqEntry& seq = seqs[k];
     work.add(seq.position, seq.num_tokens);
     if ((seq.flags & wire::kSeqFlagSamples) == 0) continue;
-    samples.push_back({seq.row, sampled(seq.row, seq.position + seq.num_tokens)});
+    add_sample(samples, seq.row, seq.position + seq.num_tokens);
   }
   samples_.push_back(std::move(samples));
   return work;
+}
+
+// The next substep: each row that has not ended takes the token it sampled last.
+Work TwinplaneSystem::go_on() {
+  std::vector<Sample> samples = no_samples();
+  Work work;
+  work.is_substep = true;
+  for (const Sample& last : going_on_) {
+    work.add(last.position, 1);
+    add_sample(samples, last.row, last.position + 1);
+  }
+  going_on_.clear();
+  samples_.push_back(std::move(samples));
+  return work;
+}
+
+std::vector<TwinplaneSystem::Sample> TwinplaneSystem::no_samples() {
+  std::vector<Sample> samples;
+  if (!spare_.empty()) {
+    samples = std::move(spare_.back());
+    spare_.pop_back();
+    samples.clear();
+  }
+  return samples;
+}
+
+void TwinplaneSystem::add_sample(std::vector<Sample>& samples, uint32_t row, uint32_t context) const {
+  samples.push_back({row, sampled(row, context), context});
+}
+
+// As the data plane judges it.
+bool TwinplaneSystem::has_ended(const Sample& sample) const {
+  return sample.token == kEos || sample.position + 1 == limits_[sample.row];
 }
 
 // What the model says after `context` tokens in this row.
@@ -95,7 +130,12 @@ int32_t TwinplaneSystem::sampled(uint32_t row, uint32_t context) const {
 }
 
 void TwinplaneSystem::complete(const Ran& step, Nanos now) {
-  write_result(samples_.front(), step);
+  std::ranges::copy_if(samples_.front(), std::back_inserter(going_on_),
+                       [this](const Sample& sample) { return !has_ended(sample); });
+  const bool is_interrupted = scheduler_.interrupted() > core::StepSeq{retired_};
+  const bool is_last = substep_ + 1 == num_substeps_ || going_on_.empty() || is_interrupted;
+  if (is_last) going_on_.clear();
+  write_result(samples_.front(), step, is_last);
   spare_.push_back(std::move(samples_.front()));
   samples_.pop_front();
   scheduler_.retire(result_.data(), now);
@@ -104,18 +144,21 @@ void TwinplaneSystem::complete(const Ran& step, Nanos now) {
   if (const std::string difference = scheduler_.check(); !difference.empty()) throw std::logic_error(difference);
 }
 
-void TwinplaneSystem::write_result(const std::vector<Sample>& samples, const Ran& step) {
+void TwinplaneSystem::write_result(const std::vector<Sample>& samples, const Ran& step, bool is_last) {
   auto* const entries = reinterpret_cast<wire::ResultEntry*>(result_.data() + result_layout_.entries);
   for (size_t k = 0; k < samples.size(); ++k) {
     entries[k] = {.row = samples[k].row, .token = samples[k].token, .logprob = 0, .rank = 1, .flags = 0};
   }
   wire::ResultHeader header{};
-  header.step = retired_++;
+  header.step = retired_;
+  header.substep = substep_;
   header.received_ns = step.began.value;
   header.finished_ns = step.ended.value;
   header.forward_us = static_cast<uint32_t>((step.ended - step.began).value / 1000);
   header.num_entries = static_cast<uint32_t>(samples.size());
-  header.last = 1;
+  header.last = is_last;
+  retired_ += is_last;
+  substep_ = is_last ? 0 : substep_ + 1;
   std::memcpy(result_.data() + result_layout_.header, &header, sizeof(header));
 }
 

@@ -31,10 +31,15 @@ class TwinplaneSystem final : public System {
   struct Sample {
     uint32_t row;
     int32_t token;
+    uint32_t position;
   };
 
+  std::vector<Sample> no_samples();
+  void add_sample(std::vector<Sample>& samples, uint32_t row, uint32_t context) const;
+  Work go_on();
+  bool has_ended(const Sample& sample) const;
   int32_t sampled(uint32_t row, uint32_t context) const;
-  void write_result(const std::vector<Sample>& samples, const Ran& step);
+  void write_result(const std::vector<Sample>& samples, const Ran& step, bool is_last);
   void take_events(Nanos now);
 
   const Trace& trace_;
@@ -52,8 +57,12 @@ class TwinplaneSystem final : public System {
   std::vector<std::byte> result_;
   std::vector<int32_t> prompt_;              // scratch
   std::vector<uint64_t> sequences_;          // by row, as the data plane knows it: whose tokens it samples
+  std::vector<uint32_t> limits_;             // by row, as the data plane knows it: tokens its sequence may have
   std::vector<uint32_t> unfinished_;         // by request: samples that go on
   std::deque<std::vector<Sample>> samples_;  // of the steps in flight
+  uint32_t num_substeps_ = 1;                // of the step sent last; above 1, it is alone in flight
+  uint32_t substep_ = 0;                     // of the oldest step in flight
+  std::vector<Sample> going_on_;             // last tokens of its rows that have not ended: they begin the next substep
   std::vector<std::vector<Sample>> spare_;
   uint64_t retired_ = 0;
 };

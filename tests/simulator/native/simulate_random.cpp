@@ -29,6 +29,7 @@ class Round {
     config.max_step_tokens = {config.max_rows + roll(0, 60)};
     config.max_chunk_tokens = {roll(1, 40)};
     config.depth = roll(1, 3);
+    config.max_substeps = 1u << roll(0, 2);
     config.max_waiting_requests = 700;
     if (roll(0, 1) == 0) config.policy = core::Policy::kFair;
     config.max_model_len = {2 * kLongest};
