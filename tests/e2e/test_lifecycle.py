@@ -44,9 +44,10 @@ def wait_gone(pids: Sequence[int], seconds: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def test_C05_streams_go_on_when_the_data_plane_is_killed_under_load(serve: Serve, prompts: Prompts, oracle: Oracle) -> None:
+@pytest.mark.parametrize("substeps", ["1", "8"])
+def test_C05_streams_go_on_when_the_data_plane_is_killed_under_load(serve: Serve, prompts: Prompts, oracle: Oracle, substeps: str) -> None:
     requests = [Request(prompt, 80) for prompt in prompts[6:14]]
-    with serve(*SMALL) as server:
+    with serve(*SMALL, "--max-substeps", substeps) as server:
         outcomes = asyncio.run(with_streams(server, requests, lambda: server.plane("data-plane").kill(), after=1.5))
         assert [outcome.error for outcome in outcomes if outcome.error] == []
         assert max(max(outcome.gaps) for outcome in outcomes) > 0.5, "the kill came too late to be noticed"
@@ -66,8 +67,9 @@ def test_C05_a_stopped_data_plane_is_replaced_after_the_timeout(serve: Serve, pr
         assert stalls and f"pid {first.pid}" in str(stalls[0]["report"])
 
 
-def test_a_killed_control_plane_comes_back_to_the_loaded_data_plane(serve: Serve, prompts: Prompts) -> None:
-    with serve(*SMALL) as server:
+@pytest.mark.parametrize("substeps", ["1", "8"])
+def test_a_killed_control_plane_comes_back_to_the_loaded_data_plane(serve: Serve, prompts: Prompts, substeps: str) -> None:
+    with serve(*SMALL, "--max-substeps", substeps) as server:
         data_plane = server.plane("data-plane")
         [outcome] = asyncio.run(with_streams(server, [Request(prompts[10], 400)], lambda: server.plane("control-plane").kill(), after=1.0))
         assert outcome.error.startswith("UNAVAILABLE")
@@ -92,8 +94,9 @@ def test_C09_running_streams_finish_after_a_signal_and_nothing_is_left(serve: Se
     assert server.leftovers() == []
 
 
-def test_C09_the_grace_ends_streams_with_a_status(serve: Serve, prompts: Prompts) -> None:
-    server = serve(*SMALL, "--drain-grace", "0.5")
+@pytest.mark.parametrize("substeps", ["1", "8"])
+def test_C09_the_grace_ends_streams_with_a_status(serve: Serve, prompts: Prompts, substeps: str) -> None:
+    server = serve(*SMALL, "--drain-grace", "0.5", "--max-substeps", substeps)
     server.start()
     server.wait_ready()
     started: list[float] = []

@@ -69,6 +69,10 @@ def swapped(answers: Answers, scheduler: dict[str, Any]) -> bool:
     return scheduler["preemptions"] > 0 and scheduler["swapped_blocks"] > 0
 
 
+def in_substeps(answers: Answers, scheduler: dict[str, Any]) -> bool:
+    return scheduler["substeps"] > 1.2 * scheduler["steps"]
+
+
 ROOMY = ("--kv-cache-bytes", "256MiB")
 SHORT = pool_of(24)  # the mix needs some 80 at its end, without sharing; the largest request alone, 16
 SWAP = ("--swap-space", "128MiB")
@@ -83,8 +87,25 @@ MATRIX = {
     "swapped, depth 1": Cell((*SHORT, *SWAP, "--overlap-depth", "1"), swapped, request={"prefix_cache": False}),
     "swapped, depth 2": Cell((*SHORT, *SWAP, "--overlap-depth", "2"), swapped, request={"prefix_cache": False}),
     "fair share in few rows": Cell((*ROOMY, "--policy", "fair", "--max-num-seqs", "4", "--tenant-weights", "b=3")),
+    "substeps, depth 1": Cell((*ROOMY, "--overlap-depth", "1", "--max-substeps", "8"), in_substeps),
+    "substeps, depth 2": Cell((*ROOMY, "--overlap-depth", "2", "--max-substeps", "5"), in_substeps),
+    "substeps, recomputed": Cell((*SHORT, "--max-substeps", "8"), preempted, request={"prefix_cache": False}),
     "all of it": Cell(
-        (*SHORT, *SWAP, "--policy", "fair", "--overlap-depth", "3", "--max-chunk-tokens", "11", "--itl-target-ms", "150"), rounds=2
+        (
+            *SHORT,
+            *SWAP,
+            "--policy",
+            "fair",
+            "--overlap-depth",
+            "3",
+            "--max-chunk-tokens",
+            "11",
+            "--itl-target-ms",
+            "150",
+            "--max-substeps",
+            "4",
+        ),
+        rounds=2,
     ),
 }
 
