@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from ..workloads import WORKLOADS, Figures, Workload
 from .engines import Connection, Engine, Missing, Setting, choose, default_directory, usable_threads
+from .processes import tail
 from .report import COLUMNS, Measurement, medians, plot, table
 
 
@@ -102,7 +103,7 @@ def _measure(engine: Engine, workload: Workload, setting: Setting, index: int) -
         except (RuntimeError, OSError, AssertionError) as error:
             measurement.error = f"{type(error).__name__}: {error}"
             if log.exists():
-                print("".join(f"    {line}\n" for line in log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+                print("".join(f"    {line[:400]}\n" for line in tail(log, 15).splitlines()), file=sys.stderr)
     measurement.wall_s = round(time.perf_counter() - start, 1)
     return measurement
 

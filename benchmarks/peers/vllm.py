@@ -45,7 +45,6 @@ class Vllm(Engine):
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}",
-            "OMP_NUM_THREADS": str(setting.threads),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             # It keeps a core for its front end unless told not to, which on two cores would leave it one.
