@@ -50,6 +50,9 @@ class Vllm(Engine):
             # It keeps a core for its front end unless told not to, which on two cores would leave it one.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         }
+        openmp = setting.environment("vllm") / "lib" / "libiomp5.so"
+        if openmp.exists():  # comes with the wheel; vLLM advises to load it for speed
+            environment["LD_PRELOAD"] = str(openmp)
         ready = f"http://127.0.0.1:{port}/health"
         with running(command, log=log, ready=lambda: sse.answers(ready), environment=environment, timeout=_START_TIMEOUT_S):
             yield _connect(port)
