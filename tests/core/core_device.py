@@ -244,11 +244,16 @@ class FakeDevice:
         for row, parent, count in step.forks.tolist():
             assert parent not in children, "a parent of a fork is the child of another one"
             self.sent_tables[row] |= {index: self.sent_tables[parent][index] for index in range(count)}
-        named = {row: set(self.sent_tables[row].values()) for row in step.rows}
+        named = {int(seq["row"]): self._named_by(step, seq) for seq in step.seqs}
         named[COPIES] = {source for source, _ in step.copies.tolist()}  # the target is in a row's table
         self._check_writes(step)
         self.in_flight.append((step, named))
         return step
+
+    def _named_by(self, step: Step, seq: np.void) -> set[int]:
+        """The blocks a row may touch: those of its context. Entries beyond it are left over, and mean nothing."""
+        context = int(seq["position"]) + int(seq["num_tokens"]) + step.num_substeps - 1
+        return {block for index, block in self.sent_tables[int(seq["row"])].items() if index * self.block_size < context}
 
     def _check_writes(self, step: Step) -> None:
         """What the step writes, no other row of it writes, and no step in flight names for anybody else."""

@@ -200,12 +200,13 @@ class Rig:
         after = self.snapshot()
         preemptions = {s["id"]: s["preemptions"] for s in after["running"] + after["waiting"]}
         still_running = {s["id"]: s for s in after["running"]}
+        protected = {s["group"] for s in before["running"] if s["is_protected"]}  # a group counts as one
         stayed_unprotected = False  # somebody younger than `s` who could have yielded did not
         for place, s in reversed(list(enumerate(before["running"]))):
             if preemptions.get(s["id"], s["preemptions"]) == s["preemptions"]:
-                stayed_unprotected |= s["id"] in still_running and not s["is_protected"]
+                stayed_unprotected |= s["id"] in still_running and s["group"] not in protected
                 continue
-            assert place != 0 and not s["is_protected"] and not stayed_unprotected
+            assert place != 0 and s["group"] not in protected and not stayed_unprotected
             tokens = s["num_tokens"] + s["num_pending"]
             assert tokens > self.resumed_with.get(s["id"], -1), "preempted again before it emitted a token"
             self.resumed_with[s["id"]] = tokens

@@ -104,6 +104,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, request: Request, deadline: int) -> None:
         if deadline:
             request = Request(**(vars(request) | {"deadline_ns": self.rig.now + deadline * STEP_NS}))
+        self.submit_now(request)
+
+    def submit_now(self, request: Request) -> None:
         self.rig.submit(self.next_id, request)
         self.next_id += max(request.n, request.beam_width)
 
@@ -132,6 +135,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.is_attached:
             for _ in range(turns):
                 self.rig.turn()
+
+    @rule(request=requests(), results=st.integers(0, 2), what=st.sampled_from(["submit", "cancel", "expire", "lose"]))
+    def come_in_the_middle_of_a_step(self, request: Request, results: int, what: str) -> None:
+        """Left to chance, hardly anything happens while a step of several substeps is in flight."""
+        device = self.rig.device
+        self.submit_now(Request((7, 8, 9), max_tokens=MAX_MODEL_LEN - 3))  # somebody who takes long
+        while self.is_attached and not (device.in_flight and 0 < device.substeps_run < device.in_flight[0][0].num_substeps):
+            if not self.rig.turn():
+                return
+        for _ in range(results if self.is_attached else 0):
+            if len(device.in_flight) == 1:
+                self.rig.retire()
+        if what == "submit":
+            self.submit_now(request)
+        elif what == "cancel" and (running := self.rig.order("running")):
+            self.rig.cancel(running[0])
+        elif what == "expire":
+            self.rig.now += 12 * STEP_NS
+            self.rig.tick()
+        elif what == "lose" and self.is_attached:
+            self.rig.detach()
+            self.is_attached = False
 
     @rule()
     def poll(self) -> None:

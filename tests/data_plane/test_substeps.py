@@ -144,6 +144,17 @@ def test_the_stop_tokens_of_a_rows_last_owner_are_forgotten(served: Served) -> N
     assert len(run_substeps(worker, rings, decodes(3, 0, 4, rows=(0,)))) == 4
 
 
+def test_what_a_table_holds_beyond_the_context_is_never_read_or_written(served: Served) -> None:
+    """Blocks taken ahead for a step that was cut short are another row's later; the entries stay until the row comes there."""
+    worker, rings = served.session()
+    prefill(worker, rings)
+    step = decodes(1, 0, 1)
+    step.writes = [(0, i, BLOCKS_PER_ROW + i % 3) for i in range(2, BLOCKS_PER_ROW)]  # row 1's own blocks
+    results = run_substeps(worker, rings, step) + run_substeps(worker, rings, decodes(2, 1, 8))
+    found = [(int(e["row"]), int(e["token"])) for result in results for e in result.entries]
+    assert found == [(row, token) for row, token, *_ in answers(served, (1,) * 9)[3:]]
+
+
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_an_interrupt_ends_the_step_with_the_substep_under_way(served: Served, after: int) -> None:
     worker, rings = served.session()
