@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..load import Generate
+from ..load import Generate, Outcome, Request
 
 
 class Missing(Exception):
@@ -34,6 +37,17 @@ class Setting:
             raise Missing(f"not installed: python -m twinplane.benchmarks.peers.install {engine} --directory {self.directory}")
         return python
 
+    def ask(self, engine: str, code: str) -> str:
+        """What ``code`` prints in that environment. Raises Missing if it fails."""
+        done = subprocess.run([self.python(engine), "-c", code], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Missing(f"its environment is broken: {done.stderr.strip().splitlines()[-1]}")
+        return done.stdout.strip()
+
+    def version(self, engine: str, distribution: str) -> str:
+        """Of a package in that environment. Raises Missing."""
+        return self.ask(engine, f"import importlib.metadata as m; print(m.version({distribution!r}))")
+
 
 def default_directory() -> Path:
     return Path.home() / ".cache" / "twinplane" / "peers"
@@ -44,6 +58,12 @@ def usable_threads() -> int:
 
 
 Connection = AbstractAsyncContextManager[Generate]
+
+
+@contextlib.asynccontextmanager
+async def separately(generate: Callable[[int, Request], Awaitable[Outcome]], port: int) -> AsyncIterator[Generate]:
+    """The connection to a server that gets a connection of its own for each request."""
+    yield functools.partial(generate, port)
 
 
 class Engine(ABC):

