@@ -89,15 +89,21 @@ def test_the_cache_may_have_got_more_meanwhile_than_was_saved() -> None:
     assert rig.stats().prompt_tokens_computed - before <= 41, "the prompt is computed once"
 
 
-@pytest.mark.parametrize("swap_us", [0.0, 200.0, 2_000.0])
-def test_what_swaps_really_take_is_learned_from_the_steps_that_do(swap_us: float) -> None:
-    """Measured at start as 200 us a block and way. Recomputing 200 tokens takes 20 ms, swapping their 13 blocks 26 x swap_us."""
+def crowded(swap_us: float, swap_block_ns: int) -> TimedRig:
+    """After serving far more than its blocks hold, on a device whose swaps take ``swap_us`` and were measured as ``swap_block_ns`` both ways."""
     cost = linear_cost(constant=1_000, decode=10, token=100, swap=swap_us)
-    rig = TimedRig(cost, num_blocks=60, host_blocks=1_000, swap_block_ns=400_000, max_model_len=900)
+    rig = TimedRig(cost, num_blocks=60, host_blocks=1_000, swap_block_ns=swap_block_ns, max_model_len=900)
     for _ in range(60):
         rig.submit(150, 150)
     while rig.turn():
         pass
+    return rig
+
+
+@pytest.mark.parametrize("swap_us", [0.0, 200.0, 2_000.0])
+def test_what_swaps_really_take_is_learned_from_the_steps_that_do(swap_us: float) -> None:
+    """Measured at start as 200 us a block and way. Recomputing 200 tokens takes 20 ms, swapping their 13 blocks 26 x swap_us."""
+    rig = crowded(swap_us, swap_block_ns=400_000)
     stats = rig.scheduler.stats()
     assert stats.preemptions > 20
     if swap_us <= 200:
@@ -108,12 +114,7 @@ def test_what_swaps_really_take_is_learned_from_the_steps_that_do(swap_us: float
 
 
 def test_a_step_that_swaps_says_nothing_about_the_cost_of_prompts() -> None:
-    cost = linear_cost(constant=1_000, decode=10, token=100, swap=50.0)
-    rig = TimedRig(cost, num_blocks=60, host_blocks=1_000, swap_block_ns=100_000, max_model_len=900)
-    for _ in range(60):
-        rig.submit(150, 150)
-    while rig.turn():
-        pass
+    rig = crowded(50.0, swap_block_ns=100_000)
     stats = rig.scheduler.stats()
     assert stats.blocks_swapped_in > 200
     assert stats.step_margin < 1.25 and stats.predicted_us == pytest.approx(stats.step_us, rel=0.1)
