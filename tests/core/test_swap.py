@@ -90,7 +90,7 @@ def test_the_cache_may_have_got_more_meanwhile_than_was_saved() -> None:
 
 
 def crowded(swap_us: float, swap_block_ns: int) -> TimedRig:
-    """After serving far more than its blocks hold, on a device whose swaps take ``swap_us`` and were measured as ``swap_block_ns`` both ways."""
+    """Has served far more than its blocks hold; a swap takes ``swap_us``, and was measured as ``swap_block_ns`` both ways."""
     cost = linear_cost(constant=1_000, decode=10, token=100, swap=swap_us)
     rig = TimedRig(cost, num_blocks=60, host_blocks=1_000, swap_block_ns=swap_block_ns, max_model_len=900)
     for _ in range(60):
