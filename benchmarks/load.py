@@ -82,7 +82,10 @@ class Recorder:
 Generate = Callable[[Request], Awaitable[Outcome]]  # how a request is sent: the only thing in which engines differ here
 
 
-async def generate(stub: rpc.GenerationServiceStub, request: Request, *, text: bool = False) -> Outcome:
+Watch = Callable[[Outcome], None]  # is shown an outcome as it grows, after every message
+
+
+async def generate(stub: rpc.GenerationServiceStub, request: Request, *, text: bool = False, watch: Watch | None = None) -> Outcome:
     """Stream one request and time it, as token ids or as text too."""
     sampling = pb.SamplingParams(temperature=0.0)
     if request.samples > 1:
@@ -104,6 +107,8 @@ async def generate(stub: rpc.GenerationServiceStub, request: Request, *, text: b
             recorder.message(len(new), new)
             if response.HasField("usage"):
                 outcome.cached_tokens = response.usage.cached_prompt_tokens
+            if watch is not None:
+                watch(outcome)
             if request.cancel_after is not None and outcome.generated >= request.cancel_after:
                 call.cancel()
                 outcome.cancelled = True
@@ -114,13 +119,13 @@ async def generate(stub: rpc.GenerationServiceStub, request: Request, *, text: b
 
 
 @contextlib.asynccontextmanager
-async def connect(address: str, *, text: bool = False) -> AsyncIterator[Generate]:
+async def connect(address: str, *, text: bool = False, watch: Watch | None = None) -> AsyncIterator[Generate]:
     """One channel to a Twinplane server, as a way to send requests."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
 
         async def send(request: Request) -> Outcome:
-            return await generate(stub, request, text=text)
+            return await generate(stub, request, text=text, watch=watch)
 
         yield send
 

@@ -41,6 +41,11 @@ def wait_at_rest(server: Server) -> None:
         time.sleep(0.05)
 
 
+async def running(client: AsyncClient, requests: int) -> None:
+    while (await client.load()).running_requests < requests:
+        await asyncio.sleep(0.01)
+
+
 def test_A01_a_prompt_larger_than_the_pool_is_refused_with_the_numbers_and_others_are_served(narrow: Server, prompts: Prompts) -> None:
     with Client(narrow.address) as client:
         with pytest.raises(TwinplaneError) as refused:
@@ -86,11 +91,11 @@ async def test_D04_deadlines_end_waiting_and_running_requests(narrow: Server, pr
         long = [
             asyncio.ensure_future(client.generate(list(prompts[6]), max_tokens=300, temperature=0.0, ignore_eos=True)) for _ in range(2)
         ]
-        await asyncio.sleep(0.3)
+        await running(client, 2)
         before = (await client.load()).scheduler_steps
         for _ in range(3):
             with pytest.raises(TwinplaneError) as late:
-                await client.generate(list(prompts[6]), max_tokens=100, ignore_eos=True, timeout=0.3)
+                await client.generate(list(prompts[6]), max_tokens=100, ignore_eos=True, timeout=0.2)
             assert late.value.code == "DEADLINE_EXCEEDED"
         assert (await client.load()).scheduler_steps > before
         for task in long:
@@ -105,8 +110,8 @@ async def test_D04_deadlines_end_waiting_and_running_requests(narrow: Server, pr
 
 async def test_D13_a_live_request_id_is_refused_and_free_again_afterwards(narrow: Server, prompts: Prompts) -> None:
     async with AsyncClient(narrow.address, retry=ONCE) as client:
-        first = asyncio.ensure_future(client.generate(list(prompts[6]), request_id="same", max_tokens=100, ignore_eos=True))
-        await asyncio.sleep(0.3)
+        first = asyncio.ensure_future(client.generate(list(prompts[6]), request_id="same", max_tokens=300, ignore_eos=True))
+        await running(client, 1)
         with pytest.raises(TwinplaneError) as refused:
             await client.generate(list(prompts[6]), request_id="same", max_tokens=5)
         assert refused.value.code == "ALREADY_EXISTS"

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from oracle import Oracle
-from twinplane.benchmarks.load import Outcome, Request, closed_loop
+from twinplane.benchmarks.load import Outcome, Request, at_concurrency, closed_loop, connect
 from twinplane.benchmarks.server import Server
 from twinplane.client import Client, TwinplaneError
 from twinplane.shared import wire
@@ -28,12 +28,23 @@ Prompts = list[tuple[int, ...]]
 SMALL = ("--kv-cache-bytes", "128MiB")
 
 
-async def with_streams(server: Server, requests: Sequence[Request], act: Callable[[], None], after: float) -> list[Outcome]:
-    """Run all requests at once and ``act`` (in a thread) ``after`` seconds into them."""
-    running = asyncio.ensure_future(closed_loop(server.address, requests, len(requests)))
-    await asyncio.sleep(after)
-    await asyncio.to_thread(act)
-    outcomes, _ = await running
+async def with_streams(server: Server, requests: Sequence[Request], act: Callable[[], None], tokens: int) -> list[Outcome]:
+    """Run all requests at once and ``act`` (in a thread) as soon as each has ``tokens`` tokens: on a machine of any speed, all of
+    them are then under way, and far from their end as long as ``tokens`` is."""
+    begun: set[int] = set()
+    all_begun = asyncio.Event()
+
+    def watch(outcome: Outcome) -> None:
+        if outcome.generated >= tokens:
+            begun.add(id(outcome))
+        if len(begun) == len(requests):
+            all_begun.set()
+
+    async with connect(server.address, watch=watch) as send:
+        running = asyncio.ensure_future(at_concurrency(send, requests, len(requests)))
+        await asyncio.wait_for(all_begun.wait(), 60)
+        await asyncio.to_thread(act)
+        outcomes, _ = await running
     return outcomes
 
 
@@ -48,7 +59,7 @@ def wait_gone(pids: Sequence[int], seconds: float = 10.0) -> None:
 def test_C05_streams_go_on_when_the_data_plane_is_killed_under_load(serve: Serve, prompts: Prompts, oracle: Oracle, substeps: str) -> None:
     requests = [Request(prompt, 80) for prompt in prompts[6:14]]
     with serve(*SMALL, "--max-substeps", substeps) as server:
-        outcomes = asyncio.run(with_streams(server, requests, lambda: server.plane("data-plane").kill(), after=1.5))
+        outcomes = asyncio.run(with_streams(server, requests, lambda: server.plane("data-plane").kill(), tokens=8))
         assert [outcome.error for outcome in outcomes if outcome.error] == []
         assert max(max(outcome.gaps) for outcome in outcomes) > 0.5, "the kill came too late to be noticed"
         for request, outcome in zip(requests, outcomes, strict=True):
@@ -60,7 +71,7 @@ def test_C05_a_stopped_data_plane_is_replaced_after_the_timeout(serve: Serve, pr
     request = Request(prompts[10], 120)
     with serve(*SMALL, "--data-plane-timeout", "2") as server:
         first = server.plane("data-plane")
-        [outcome] = asyncio.run(with_streams(server, [request], first.suspend, after=1.0))
+        [outcome] = asyncio.run(with_streams(server, [request], first.suspend, tokens=8))
         assert outcome.error == "" and oracle.mistakes(request.prompt, outcome.tokens) == []
         assert server.plane("data-plane").pid != first.pid
         stalls = [event for event in server.log_events() if event["event"] == "stall"]
@@ -71,7 +82,7 @@ def test_C05_a_stopped_data_plane_is_replaced_after_the_timeout(serve: Serve, pr
 def test_a_killed_control_plane_comes_back_to_the_loaded_data_plane(serve: Serve, prompts: Prompts, substeps: str) -> None:
     with serve(*SMALL, "--max-substeps", substeps) as server:
         data_plane = server.plane("data-plane")
-        [outcome] = asyncio.run(with_streams(server, [Request(prompts[10], 400)], lambda: server.plane("control-plane").kill(), after=1.0))
+        [outcome] = asyncio.run(with_streams(server, [Request(prompts[10], 400)], lambda: server.plane("control-plane").kill(), tokens=8))
         assert outcome.error.startswith("UNAVAILABLE")
         server.wait_ready()
         assert server.plane("data-plane").pid == data_plane.pid  # its weights stayed
@@ -87,7 +98,7 @@ def test_C09_running_streams_finish_after_a_signal_and_nothing_is_left(serve: Se
     pids = [child.pid for child in server.children()]
     assert server.process is not None
     requests = [Request(prompt, 40) for prompt in prompts[6:10]]
-    outcomes = asyncio.run(with_streams(server, requests, lambda: os.kill(server.process.pid, number), after=0.5))  # type: ignore[union-attr]
+    outcomes = asyncio.run(with_streams(server, requests, lambda: os.kill(server.process.pid, number), tokens=4))  # type: ignore[union-attr]
     assert [len(outcome.tokens) for outcome in outcomes] == [40] * 4
     assert server.process.wait(20) == 0
     wait_gone(pids)
@@ -105,7 +116,7 @@ def test_C09_the_grace_ends_streams_with_a_status(serve: Serve, prompts: Prompts
         started.append(time.monotonic())
         server.process.terminate()  # type: ignore[union-attr]
 
-    [outcome] = asyncio.run(with_streams(server, [Request(prompts[10], 2800)], terminate, after=1.0))
+    [outcome] = asyncio.run(with_streams(server, [Request(prompts[10], 2800)], terminate, tokens=8))
     assert outcome.error.startswith("UNAVAILABLE") and outcome.tokens
     assert server.process.wait(20) == 0  # type: ignore[union-attr]
     assert time.monotonic() - started[0] < 8
@@ -135,7 +146,7 @@ def test_C04_two_instances_do_not_disturb_each_other(serve: Serve, prompts: Prom
         other.start()
         other.wait_ready()
         request = Request(prompts[8], 60)
-        [outcome] = asyncio.run(with_streams(survivor, [request], other.kill, after=0.5))
+        [outcome] = asyncio.run(with_streams(survivor, [request], other.kill, tokens=4))
         assert outcome.error == "" and oracle.mistakes(request.prompt, outcome.tokens) == []
 
 
