@@ -29,9 +29,8 @@ extern const Kernels kTable;
 namespace twinplane::kernels::amx {
 namespace {
 
-constexpr int kTileRows = 16;
-constexpr int kBlockGroups = 8;  // groups unpacked at a time
 constexpr int kQuads = kGroup / 4;
+constexpr int64_t kLeastRows = 13;  // of a tile; fewer are done faster without
 
 // The operand of ldtilecfg: the shape of each tile register.
 struct alignas(64) TileShapes {
@@ -67,10 +66,21 @@ struct Unpacked {
   using Group = QuantizedGroup<Kind>;
   static constexpr int kParts = Group::kParts;
   static constexpr bool kMinimum = Group::kMinimum;
+  static constexpr bool kInPlace = Group::kSigned;  // a panel of bytes holds tiles already
+  // At a time. What is unpacked should stay in the first cache beside a tile of x.
+  static constexpr int kBlockGroups = kInPlace ? 24 : 8;
+  static constexpr int64_t kStride = kInPlace ? Group::kWordBytes : 64;
 
-  alignas(64) int8_t numbers[kBlockGroups][kPanelVectors][kQuads][64];  // less the format's offset
+  alignas(64) int8_t numbers[kInPlace ? 1 : kBlockGroups][kPanelVectors][kQuads][64];  // less the format's offset
+  const uint8_t* words[kBlockGroups];
   alignas(64) float scale[kBlockGroups][kParts][kPanelVectors][16];
   alignas(64) float minimum[kBlockGroups][kPanelVectors][16];
+
+  // 16 columns of a part of a group: a row for each quad, kStride bytes apart.
+  const void* tile(int64_t g, int v, int64_t part) const {
+    if constexpr (kInPlace) return words[g] + 64 * v;
+    return numbers[g][v][part * kQuads / kParts];
+  }
 
   void fill(const void* panel, int64_t first, int64_t groups) {
     for (int64_t g = 0; g < groups; ++g) {
@@ -80,15 +90,21 @@ struct Unpacked {
                            TWINPLANE_INLINE { group.scale[part.value][v.value].store(scale[g][part.value][v.value]); });
         if constexpr (kMinimum) group.minimum[v.value].store(minimum[g][v.value]);
       });
-      unroll<kParts>([&](auto part) TWINPLANE_INLINE {
-        group.template for_quads<part.value>([&](int64_t t, const Words(&words)[kPanelVectors]) TWINPLANE_INLINE {
-          unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
-            const __m512i number = _mm512_sub_epi8(words[v.value].v, _mm512_set1_epi8(Group::kFormat.offset));
-            _mm512_store_si512(numbers[g][v.value][t], number);
-          });
+      words[g] = group.words;
+      if constexpr (!kInPlace) unpack(group, g);
+    }
+  }
+
+ private:
+  void unpack(const Group& group, int64_t g) {
+    unroll<kParts>([&](auto part) TWINPLANE_INLINE {
+      group.template for_quads<part.value>([&](int64_t t, const Words(&quad)[kPanelVectors]) TWINPLANE_INLINE {
+        unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
+          const __m512i number = _mm512_sub_epi8(quad[v.value].v, _mm512_set1_epi8(Group::kFormat.offset));
+          _mm512_store_si512(numbers[g][v.value][t], number);
         });
       });
-    }
+    });
   }
 };
 
@@ -106,28 +122,28 @@ TWINPLANE_INLINE inline void overlapped(int64_t steps, const Multiply& multiply,
 }
 
 // Register numbers of tiles are part of the instruction.
-template <int Slot>
-TWINPLANE_INLINE inline void multiply_tiles(const int8_t* x, int64_t x_stride, const int8_t* weights, void* sums) {
+template <int Slot, int64_t WeightStride>
+TWINPLANE_INLINE inline void multiply_tiles(const int8_t* x, const void* weights, void* sums) {
   asm volatile("" ::: "memory");  // what the tiles read has been written
   if constexpr (Slot == 0) {
-    _tile_loadd(2, x, x_stride);
-    _tile_loadd(4, weights, 64);
+    _tile_loadd(2, x, kGroup);
+    _tile_loadd(4, weights, WeightStride);
     _tile_zero(0);
     _tile_dpbssd(0, 2, 4);
     _tile_stored(0, sums, 64);
   } else {
-    _tile_loadd(3, x, x_stride);
-    _tile_loadd(5, weights, 64);
+    _tile_loadd(3, x, kGroup);
+    _tile_loadd(5, weights, WeightStride);
     _tile_zero(1);
     _tile_dpbssd(1, 3, 5);
     _tile_stored(1, sums, 64);
   }
 }
 
-// Columns 16 v .. 16 v + 15 of 16 rows, over the groups unpacked.
+// Columns 16 v .. 16 v + 15 of a tile of x, over the groups unpacked.
 template <WeightKind Kind>
-[[gnu::noinline]] void tile_strip(const Unpacked<Kind>& weights, int v, int64_t groups, const ActivationGroup* x,
-                                  int64_t x_stride, float* acc) {
+[[gnu::noinline]] void tile_strip(const Unpacked<Kind>& weights, int v, int64_t groups, const ActivationTile* x,
+                                  float* acc) {
   constexpr int kParts = Unpacked<Kind>::kParts;
   alignas(64) int32_t sums[2][kTileRows][16];
   F16 total[kTileRows];
@@ -136,56 +152,56 @@ template <WeightKind Kind>
   const auto multiply = [&](auto slot, int64_t step) TWINPLANE_INLINE {
     const int64_t g = step / kParts;
     const int64_t part = step % kParts;
-    multiply_tiles<slot.value>(x[g].numbers + part * kGroup / kParts,
-                               x_stride * static_cast<int64_t>(sizeof(ActivationGroup)),
-                               weights.numbers[g][v][part * kQuads / kParts], sums[slot.value]);
+    multiply_tiles<slot.value, Unpacked<Kind>::kStride>(x[g].numbers[0] + part * kGroup / kParts,
+                                                        weights.tile(g, v, part), sums[slot.value]);
   };
   const auto add = [&](auto slot, int64_t step) TWINPLANE_INLINE {
     const int64_t g = step / kParts;
-    const ActivationRows<kTileRows> rows(x + g, x_stride);
     const F16 column_scale = F16::load(weights.scale[g][step % kParts][v]);
     const F16 minimum = Unpacked<Kind>::kMinimum ? F16::load(weights.minimum[g][v]) : F16::zero();
     unroll<kTileRows>([&](auto r) TWINPLANE_INLINE {
-      const ActivationGroup& a = rows.group(r);
       const F16 sum{_mm512_cvtepi32_ps(_mm512_load_si512(sums[slot.value][r.value]))};
-      total[r.value] = total[r.value].plus_product(sum, column_scale * F16::broadcast(a.scale));
+      total[r.value] = total[r.value].plus_product(sum, column_scale * F16::broadcast(x[g].rows[r.value].scale));
       if constexpr (Unpacked<Kind>::kMinimum)
-        total[r.value] = total[r.value].plus_product(minimum, F16::broadcast(a.weighted_sum));
+        total[r.value] = total[r.value].plus_product(minimum, F16::broadcast(x[g].rows[r.value].weighted_sum));
     });
   };
   overlapped(groups * kParts, multiply, add);
   unroll<kTileRows>([&](auto r) TWINPLANE_INLINE { total[r.value].store(acc + r.value * kPanelColumns); });
 }
 
+// The last tile of x may have fewer rows; what comes of the others is not looked at.
 template <WeightKind Kind>
 void tile_product(const IntegerProduct& p) {
-  const int64_t tiled = p.rows / kTileRows * kTileRows;
-  for (int64_t i = 0; i < tiled * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
+  const int64_t groups = p.depth / kGroup;
+  const int64_t tiles = (p.rows + kTileRows - kLeastRows) / kTileRows;
+  for (int64_t i = 0; i < tiles * kTileRows * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
   Unpacked<Kind> weights;
   shape_tiles(Unpacked<Kind>::kParts);
-  for (int64_t first = 0; first < p.depth / kGroup; first += kBlockGroups) {
-    const int64_t groups = p.depth / kGroup - first < kBlockGroups ? p.depth / kGroup - first : kBlockGroups;
-    weights.fill(p.panel, first, groups);
-    for (int64_t row = 0; row < tiled; row += kTileRows) {
+  constexpr int64_t kBlock = Unpacked<Kind>::kBlockGroups;
+  for (int64_t first = 0; first < groups; first += kBlock) {
+    const int64_t block = groups - first < kBlock ? groups - first : kBlock;
+    weights.fill(p.panel, first, block);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
       for (int v = 0; v < kPanelVectors; ++v) {
-        tile_strip<Kind>(weights, v, groups, p.x + row * p.x_stride + first, p.x_stride,
-                         p.acc + row * kPanelColumns + 16 * v);
+        tile_strip<Kind>(weights, v, block, p.x + tile * groups + first,
+                         p.acc + tile * kTileRows * kPanelColumns + 16 * v);
       }
     }
   }
   _tile_release();  // else every switch of threads saves 8 KiB
-  if (tiled == p.rows) return;
+  if (tiles * kTileRows >= p.rows) return;
   IntegerProduct rest = p;
-  rest.x += tiled * p.x_stride;
-  rest.acc += tiled * kPanelColumns;
-  rest.rows -= tiled;
+  rest.x += tiles * groups;
+  rest.acc += tiles * kTileRows * kPanelColumns;
+  rest.rows -= tiles * kTileRows;
   avx512::kTable.integer_product(rest);
 }
 
 }  // namespace
 
 void integer_product(const IntegerProduct& p) {
-  if (p.rows < kTileRows) return avx512::kTable.integer_product(p);
+  if (p.rows < kLeastRows) return avx512::kTable.integer_product(p);
   switch (p.kind) {
     case WeightKind::kQ8_0:
       return tile_product<WeightKind::kQ8_0>(p);

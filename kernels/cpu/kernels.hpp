@@ -13,7 +13,8 @@ namespace twinplane::kernels {
 
 inline constexpr int64_t kLanes = 16;        // of the vector the kernels are written in, on any processor
 inline constexpr int64_t kGroup = 32;        // weights per group of the quantized formats (formats.hpp)
-inline constexpr int64_t kPanelRows = 96;    // rows of x that one panel product takes at most
+inline constexpr int64_t kTileRows = 16;     // rows of x that are quantized together
+inline constexpr int64_t kPanelRows = 96;    // rows of x that one panel product takes at most (a multiple of kTileRows)
 inline constexpr int64_t kDepthBlock = 256;  // K is walked in steps of this (a multiple of kGroup)
 inline constexpr int64_t kMaxPanelColumns = 32;
 inline constexpr int64_t kAttentionSplit = 256;  // keys per partition of the softmax
@@ -29,15 +30,18 @@ struct Fp8 {
 enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K };
 enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
-// Each 32 values of a row of x as int8: x[k] is about scale * numbers[k], off by at most scale / 2.
-// A cache line each: numbers that straddle two make tile loads (isa_amx.cpp) twice as slow.
-struct alignas(64) ActivationGroup {
-  int8_t numbers[kGroup];
-  float scale;         // greatest magnitude / 127; NaN if a value was not finite
-  float weighted_sum;  // scale * sum of the numbers
-  int32_t sums[2];     // of numbers 0 .. 15 and 16 .. 31
+// Each 32 values of a row of x as int8: x[k] is about scale * numbers[k], off by at most scale / 2. The same 32 k of
+// kTileRows rows lie together, as tile loads (isa_amx.cpp) want them: whole cache lines, in one direction. Rows that x
+// does not have scale by 0 and are otherwise undefined.
+struct alignas(64) ActivationTile {
+  struct Row {
+    float scale;         // greatest magnitude / 127; NaN if a value was not finite
+    float weighted_sum;  // scale * sum of the numbers
+    int32_t sums[2];     // of numbers 0 .. 15 and 16 .. 31
+  };
+  int8_t numbers[kTileRows][kGroup];
+  Row rows[kTileRows];
 };
-static_assert(sizeof(ActivationGroup) == 64);
 
 // acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. The sum is one
 // chain of multiply-adds in ascending k, whatever `rows` is: cutting K into steps only parks the chain in memory
@@ -59,10 +63,9 @@ struct IntegerProduct {
   const void* panel;
   WeightKind kind;
   int64_t depth;
-  const ActivationGroup* x;  // [rows][x_stride]
-  int64_t x_stride;          // groups between rows, at least depth / kGroup
+  const ActivationTile* x;  // [ceil(rows / kTileRows)][depth / kGroup]
   int64_t rows;
-  float* acc;
+  float* acc;  // as above, with room for whole tiles of rows
 };
 
 // out = activation(acc + bias) + residual, for the first `columns` columns.
@@ -165,8 +168,8 @@ struct Kernels {
 
   void (*panel_product)(const PanelProduct&);
   void (*integer_product)(const IntegerProduct&);
-  // One row of x, a multiple of kGroup long. Values below 1e-30 in magnitude count as zero.
-  void (*quantize_activations)(const float* x, int64_t depth, ActivationGroup* out);
+  // Up to kTileRows rows of x, a multiple of kGroup long. Values below 1e-30 in magnitude count as zero.
+  void (*quantize_activations)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, ActivationTile* out);
   void (*linear_epilogue)(const LinearEpilogue&);
   void (*gated_epilogue)(const GatedEpilogue&);
 

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kTileBytes = 64 * 1024;
 // ... but each thread should find so many tiles, or the last one is waited for.
 constexpr int64_t kTilesPerThread = 6;
-// Quantizing x is shared out from so many floats on: less is done faster than a thread is told about it.
+// Quantizing x is shared out by so many floats: less is done faster than a thread is told about it.
 constexpr int64_t kFloatsPerTile = 16 * 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -174,13 +174,13 @@ struct TilePlan {
   int64_t tiles() const { return row_tiles * panel_tiles; }
 };
 
-TilePlan plan_tiles(int64_t rows, int64_t panels, size_t panel_bytes, const Kernels& kernels, int threads) {
+// `strip_rows`: how many rows the kernels like to take at once.
+TilePlan plan_tiles(int64_t rows, int64_t panels, size_t panel_bytes, int64_t strip_rows, int threads) {
   const int64_t row_tiles = ceil_div(rows, kPanelRows);
   // Evenly cut, in whole strips.
-  const int64_t per_tile =
-      std::min(kPanelRows, ceil_div(ceil_div(rows, row_tiles), kernels.strip_rows) * kernels.strip_rows);
+  const int64_t per_tile = std::min(kPanelRows, ceil_div(ceil_div(rows, row_tiles), strip_rows) * strip_rows);
   int64_t panels_per_tile = 1;
-  if (row_tiles == 1 && rows <= kernels.strip_rows) {
+  if (row_tiles == 1 && rows <= strip_rows) {
     panels_per_tile = std::clamp<int64_t>(static_cast<int64_t>(kTileBytes / std::max<size_t>(panel_bytes, 1)), 1,
                                           std::max<int64_t>(1, panels / (threads * kTilesPerThread)));
   }
@@ -196,13 +196,16 @@ size_t PackedLinear::scratch_bytes(int64_t panels_at_once) const {
 PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
   if (!integer()) return {x, nullptr};
   static thread_local Scratch buffer;  // the caller's, read by all threads until the caller has its result
-  const int64_t stride = group_stride();
-  auto* to =
-      static_cast<ActivationGroup*>(buffer.reserve(static_cast<size_t>(x.rows * stride) * sizeof(ActivationGroup)));
-  const int64_t per_tile = std::max<int64_t>(1, kFloatsPerTile / std::max<int64_t>(1, in_));
-  pool.run(ceil_div(x.rows, per_tile), 0, [&](int64_t tile, void*) {
-    for (int64_t row = tile * per_tile; row < std::min(x.rows, (tile + 1) * per_tile); ++row)
-      kernels_->quantize_activations(x.data + row * x.stride, in_, to + row * stride);
+  const int64_t tiles = ceil_div(x.rows, kTileRows);
+  const int64_t groups = in_ / kGroup;
+  auto* to = static_cast<ActivationTile*>(buffer.reserve(static_cast<size_t>(tiles * groups) * sizeof(ActivationTile)));
+  const int64_t at_once = std::max<int64_t>(1, kFloatsPerTile / std::max<int64_t>(1, in_ * kTileRows));
+  pool.run(ceil_div(tiles, at_once), 0, [&](int64_t part, void*) {
+    for (int64_t tile = part * at_once; tile < std::min(tiles, (part + 1) * at_once); ++tile) {
+      const int64_t row = tile * kTileRows;
+      kernels_->quantize_activations(x.data + row * x.stride, x.stride, std::min(kTileRows, x.rows - row), in_,
+                                     to + tile * groups);
+    }
   });
   return {x, to};
 }
@@ -213,8 +216,7 @@ void PackedLinear::multiply(const Panel& panel, const Input& input, int64_t row,
     return kernels_->integer_product({.panel = panel.data,
                                       .kind = panel.kind,
                                       .depth = in_,
-                                      .x = input.groups + row * group_stride(),
-                                      .x_stride = group_stride(),
+                                      .x = input.tiles + row / kTileRows * (in_ / kGroup),
                                       .rows = rows,
                                       .acc = acc});
   }
@@ -233,7 +235,7 @@ void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* 
   if (x.rows == 0) return;
   const Input from = input(pool, x);
   const int64_t all_panels = static_cast<int64_t>(panels_.size());
-  const TilePlan plan = plan_tiles(x.rows, all_panels, panel_bytes(), *kernels_, pool.threads());
+  const TilePlan plan = plan_tiles(x.rows, all_panels, panel_bytes(), strip_rows(), pool.threads());
   pool.run(plan.tiles(), scratch_bytes(1), [&](int64_t tile, void* scratch) {
     float* acc = static_cast<float*>(scratch);
     const int64_t row = tile / plan.panel_tiles * plan.rows_per_tile;
@@ -293,7 +295,7 @@ void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, A
   const Input from = input(pool, x);
   const int64_t half = out_ / 2;
   const int64_t half_panels = static_cast<int64_t>(panels_.size()) / 2;
-  const TilePlan plan = plan_tiles(x.rows, half_panels, 2 * panel_bytes(), *kernels_, pool.threads());
+  const TilePlan plan = plan_tiles(x.rows, half_panels, 2 * panel_bytes(), strip_rows(), pool.threads());
   pool.run(plan.tiles(), scratch_bytes(2), [&](int64_t tile, void* scratch) {
     float* gate = static_cast<float*>(scratch);
     float* up = gate + kPanelRows * columns_;

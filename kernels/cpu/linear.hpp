@@ -79,7 +79,7 @@ class PackedLinear {
   // x as the panels want it.
   struct Input {
     Rows x;
-    const ActivationGroup* groups;  // [rows][group_stride()], or null
+    const ActivationTile* tiles;  // [ceil(rows / kTileRows)][in / kGroup], or null
   };
 
   PackedLinear(int64_t out, int64_t in, WeightKind kind, const float* bias, Activations activations);
@@ -87,11 +87,10 @@ class PackedLinear {
   template <class Source>
   void pack_dense(const Source* weight, int64_t stride);
 
-  // Groups from one row of x to the next. Odd, so that a column of them is spread over all sets of a cache.
-  int64_t group_stride() const { return in_ / kGroup | 1; }
   size_t panel_bytes() const { return nbytes() / std::max<size_t>(panels_.size(), 1); }
   const float* bias_at(int64_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
   size_t scratch_bytes(int64_t panels_at_once) const;
+  int64_t strip_rows() const { return integer() ? kTileRows : kernels_->strip_rows; }
   Input input(Pool& pool, const Rows& x) const;
   void multiply(const Panel& panel, const Input& x, int64_t row, int64_t rows, float* acc, float* unpacked) const;
   bool halves_pair_up() const;

@@ -46,14 +46,14 @@ void quantized_product(const PanelProduct& p) {
 
 // ---- integers
 
+// Rows first .. first + Rows - 1 of a tile of x.
 template <int Rows, WeightKind Kind>
-[[gnu::noinline]] void integer_strip(const IntegerProduct& p, const ActivationGroup* x, float* acc) {
+[[gnu::noinline]] void integer_strip(const IntegerProduct& p, const ActivationTile* x, int64_t first, float* acc) {
   using Group = QuantizedGroup<Kind>;
   using Sums = Dot<Group::kGreatest, Group::kSigned>;
   constexpr int32_t kOffset = Group::kFormat.offset + Sums::kOffset;
   for (int64_t g = 0; g < p.depth / kGroup; ++g) {
     const Group group(static_cast<const uint8_t*>(p.panel), g);
-    const ActivationRows<Rows> rows(x + g, p.x_stride);
     unroll<Group::kParts>([&](auto part) TWINPLANE_INLINE {
       Sums c[Rows][kPanelVectors];
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
@@ -61,12 +61,12 @@ template <int Rows, WeightKind Kind>
       });
       group.template for_quads<part.value>([&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
         unroll<Rows>([&](auto r) TWINPLANE_INLINE {
-          const Words quad = Words::broadcast(rows.group(r).numbers + 4 * t);
+          const Words quad = Words::broadcast(x[g].numbers[first + r.value] + 4 * t);
           unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value].add(numbers[v.value], quad); });
         });
       });
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
-        const ActivationGroup& a = rows.group(r);
+        const ActivationTile::Row& a = x[g].rows[first + r.value];
         const int32_t sum = Group::kParts == 1 ? a.sums[0] + a.sums[1] : a.sums[part.value];
         unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
           float* out = acc + r.value * kPanelColumns + v.value * 16;
@@ -85,32 +85,39 @@ template <int Rows, WeightKind Kind>
 template <WeightKind Kind>
 void integer_strips(const IntegerProduct& p) {
   for (int64_t i = 0; i < p.rows * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
-  const int64_t strips = (p.rows + kIntegerRows - 1) / kIntegerRows;
-  for (int64_t i = 0, row = 0; i < strips; ++i) {
-    const int64_t rows = (p.rows - row + strips - i - 1) / (strips - i);
-    with_rows<kIntegerRows>(rows, [&](auto r) TWINPLANE_INLINE {
-      integer_strip<r.value, Kind>(p, p.x + row * p.x_stride, p.acc + row * kPanelColumns);
-    });
-    row += rows;
+  for (int64_t tile = 0; tile * kTileRows < p.rows; ++tile) {
+    const int64_t left = p.rows - tile * kTileRows;
+    const int64_t tile_rows = left < kTileRows ? left : kTileRows;
+    const int64_t strips = (tile_rows + kIntegerRows - 1) / kIntegerRows;
+    for (int64_t i = 0, row = 0; i < strips; ++i) {
+      const int64_t rows = (tile_rows - row + strips - i - 1) / (strips - i);
+      with_rows<kIntegerRows>(rows, [&](auto r) TWINPLANE_INLINE {
+        integer_strip<r.value, Kind>(p, p.x + tile * (p.depth / kGroup), row,
+                                     p.acc + (tile * kTileRows + row) * kPanelColumns);
+      });
+      row += rows;
+    }
   }
 }
 
-void quantize_activations(const float* x, int64_t depth, ActivationGroup* out) {
+void quantize_activations(const float* x, int64_t x_stride, int64_t rows, int64_t depth, ActivationTile* out) {
   for (int64_t k = 0; k < depth; k += kGroup, ++out) {
-    const F16 a[2] = {F16::load(x + k), F16::load(x + k + 16)};
-    F16 greatest = F16::zero();
-    for (const F16& part : a) greatest = greatest.max(part).max(F16::zero() - part);
-    const float magnitude = greatest.greatest();
-    const bool finite = !((a[0] - a[0]).has_nan() || (a[1] - a[1]).has_nan());
-    const bool zero = magnitude < 1e-30f;
-    out->scale = !finite ? ::nanf("") : zero ? 0 : magnitude / 127;
-    const F16 factor = F16::broadcast(zero || !finite ? 0 : 127 / magnitude);
-    for (int part = 0; part < 2; ++part) {
-      const F16 numbers = finite ? (a[part] * factor).round() : F16::zero();
-      numbers.store_int8(out->numbers + 16 * part);
-      out->sums[part] = static_cast<int32_t>(numbers.sum());  // exact in floats
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* values = x + r * x_stride + k;
+      const F16 a[2] = {F16::load(values), F16::load(values + 16)};
+      const float magnitude = F16::greatest_magnitude(a[0], a[1]);
+      const bool finite = magnitude - magnitude == 0;
+      const bool zero = magnitude < 1e-30f;
+      const F16 factor = F16::broadcast(zero || !finite ? 0 : 127 / magnitude);
+      ActivationTile::Row& row = out->rows[r];
+      row.scale = !finite ? ::nanf("") : zero ? 0 : magnitude / 127;
+      for (int part = 0; part < 2; ++part) {
+        const F16 numbers = finite ? (a[part] * factor).round() : F16::zero();
+        row.sums[part] = numbers.store_int8(out->numbers[r] + 16 * part);
+      }
+      row.weighted_sum = row.scale * static_cast<float>(row.sums[0] + row.sums[1]);
     }
-    out->weighted_sum = out->scale * static_cast<float>(out->sums[0] + out->sums[1]);
+    for (int64_t r = rows; r < kTileRows; ++r) out->rows[r] = {};
   }
 }
 

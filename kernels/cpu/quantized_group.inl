@@ -111,21 +111,4 @@ struct QuantizedGroup {
   }
 };
 
-// The rows of a strip at one group, three rows to a pointer as StripRows.
-template <int Rows>
-struct ActivationRows {
-  const uint8_t* base[(Rows + 2) / 3];
-  int64_t stride;  // bytes
-
-  TWINPLANE_INLINE ActivationRows(const ActivationGroup* x, int64_t groups_between_rows)
-      : stride(groups_between_rows * static_cast<int64_t>(sizeof(ActivationGroup))) {
-    unroll<(Rows + 2) / 3>(
-        [&](auto i) TWINPLANE_INLINE { base[i.value] = reinterpret_cast<const uint8_t*>(x) + 3 * i.value * stride; });
-  }
-  template <int R>
-  TWINPLANE_INLINE const ActivationGroup& group(Index<R>) const {
-    return *reinterpret_cast<const ActivationGroup*>(base[R / 3] + (R % 3) * stride);
-  }
-};
-
 }  // namespace twinplane::kernels::TWINPLANE_ISA

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/cpu/half.hpp"
 #include "kernels/cpu/kernels.hpp"
 
 namespace twinplane::kernels::avx2 {
@@ -56,13 +57,15 @@ struct F16 {
     _mm256_storeu_ps(p, lo);
     _mm256_storeu_ps(p + 8, hi);
   }
-  // Of integral values from -127 to 127.
-  void store_int8(int8_t* p) const {
+  // Of integral values from -127 to 127. Returns their sum.
+  int32_t store_int8(int8_t* p) const {
     const __m256i wide[2] = {_mm256_cvtps_epi32(lo), _mm256_cvtps_epi32(hi)};
-    for (int i = 0; i < 2; ++i) {
-      const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide[i]), _mm256_extracti128_si256(wide[i], 1));
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(p + 8 * i), _mm_packs_epi16(words, words));
-    }
+    __m128i words[2];
+    for (int i = 0; i < 2; ++i)
+      words[i] = _mm_packs_epi32(_mm256_castsi256_si128(wide[i]), _mm256_extracti128_si256(wide[i], 1));
+    const __m128i bytes = _mm_packs_epi16(words[0], words[1]);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    return sum_of_bytes(bytes);
   }
   void store_first(float* p, int64_t n) const {
     _mm256_maskstore_ps(p, first(n), lo);
@@ -102,8 +105,26 @@ struct F16 {
     return (_mm256_movemask_ps(_mm256_cmp_ps(lo, lo, _CMP_UNORD_Q)) |
             _mm256_movemask_ps(_mm256_cmp_ps(hi, hi, _CMP_UNORD_Q))) != 0;
   }
+  static float greatest_magnitude(F16 a, F16 b) {
+    const __m256i both = greater(greater(a.lo, a.hi), greater(b.lo, b.hi));
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    const __m128i one = _mm_max_epi32(two, _mm_shuffle_epi32(two, 0xB1));
+    return bits_float(static_cast<uint32_t>(_mm_cvtsi128_si32(one)));
+  }
 
  private:
+  static int32_t sum_of_bytes(__m128i bytes) {
+    const __m128i halves = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(halves) + _mm_extract_epi16(halves, 4) - 16 * 128;
+  }
+  // Of magnitudes, as bits.
+  static __m256i greater(__m256 a, __m256 b) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return _mm256_max_epi32(_mm256_castps_si256(_mm256_andnot_ps(sign, a)),
+                            _mm256_castps_si256(_mm256_andnot_ps(sign, b)));
+  }
+  static __m256i greater(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
   static __m256i first(int64_t n) {
     const int count = static_cast<int>(n > 8 ? 8 : n);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/cpu/half.hpp"
 #include "kernels/cpu/kernels.hpp"
 
 namespace twinplane::kernels::avx512 {
@@ -51,9 +52,11 @@ struct F16 {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
-  // Of integral values from -127 to 127.
-  void store_int8(int8_t* p) const {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+  // Of integral values from -127 to 127. Returns their sum.
+  int32_t store_int8(int8_t* p) const {
+    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    return sum_of_bytes(bytes);
   }
   void store_first(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, first(n), v); }
 
@@ -75,10 +78,21 @@ struct F16 {
   }
   float sum() const { return _mm512_reduce_add_ps(v); }
   float greatest() const { return _mm512_reduce_max_ps(v); }
+  // Of 32 values; NaN if one is. Without its sign a float orders as its bits do, infinity and NaN last.
+  static float greatest_magnitude(F16 a, F16 b) {
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    const __m512i greatest = _mm512_max_epi32(_mm512_andnot_si512(sign, _mm512_castps_si512(a.v)),
+                                              _mm512_andnot_si512(sign, _mm512_castps_si512(b.v)));
+    return bits_float(static_cast<uint32_t>(_mm512_reduce_max_epi32(greatest)));
+  }
   // Whether any lane is NaN.
   bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
 
  private:
+  static int32_t sum_of_bytes(__m128i bytes) {
+    const __m128i halves = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(halves) + _mm_extract_epi16(halves, 4) - 16 * 128;
+  }
   static F16 from_fp8(__m128i bytes) {
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
     return {

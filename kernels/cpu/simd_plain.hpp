@@ -59,9 +59,11 @@ struct F16 {
     return each([&](int i) { return static_cast<float>(p[i]); });
   }
   void store(float* p) const { std::memcpy(p, v, sizeof v); }
-  // Of integral values from -127 to 127.
-  void store_int8(int8_t* p) const {
-    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v[i]);
+  // Of integral values from -127 to 127. Returns their sum.
+  int32_t store_int8(int8_t* p) const {
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += p[i] = static_cast<int8_t>(v[i]);
+    return sum;
   }
   void store_first(float* p, int64_t n) const {
     if (n > 0) std::memcpy(p, v, static_cast<size_t>(n < kLanes ? n : kLanes) * sizeof(float));
@@ -112,6 +114,14 @@ struct F16 {
     float found = v[0];
     for (float x : v) found = x > found ? x : found;
     return found;
+  }
+  static float greatest_magnitude(const F16& a, const F16& b) {
+    uint32_t found = 0;
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      const uint32_t bits = float_bits(i < kLanes ? a.v[i] : b.v[i - kLanes]) & 0x7FFFFFFFu;
+      found = bits > found ? bits : found;
+    }
+    return bits_float(found);
   }
   bool has_nan() const {
     bool found = false;
