@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "control_plane/core/block_pool.hpp"
+#include "control_plane/core/huge_pages.hpp"
 #include "control_plane/core/run_arena.hpp"
 #include "control_plane/core/types.hpp"
 
@@ -173,9 +174,9 @@ class PrefixTree {
   const uint64_t seed_;
   const uint64_t hash_mask_;
   RunArena arena_;
-  std::vector<Node> nodes_;
+  HugePageVector<Node> nodes_;
   std::vector<uint32_t> free_nodes_;
-  std::vector<Entry> table_;  // open addressing, linear probing, at most half full
+  HugePageVector<Entry> table_;  // open addressing, linear probing, at most half full
   uint32_t oldest_ = kNone, newest_ = kNone;
   BlockCount live_, held_, total_;
 };

@@ -8,9 +8,8 @@ namespace twinplane::core {
 
 RunArena::RunArena(uint32_t at_least, TokenCount block_size) : block_size_(block_size.value) {
   const uint32_t slots = std::bit_ceil(std::max(at_least, 1u));
-  // Left as they come: pages are touched when a run first needs them.
-  tokens_ = std::make_unique_for_overwrite<int32_t[]>(uint64_t{slots} * block_size_);
-  blocks_ = std::make_unique_for_overwrite<BlockId[]>(slots);
+  tokens_ = make_huge_page_array<int32_t>(uint64_t{slots} * block_size_);
+  blocks_ = make_huge_page_array<BlockId>(slots);
   heads_.assign(static_cast<size_t>(std::countr_zero(slots)) + 1, kNone);
   links_.assign(slots, {kNone, kNone});
   orders_.assign(slots, kNotFree);

@@ -4,9 +4,9 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "control_plane/core/huge_pages.hpp"
 #include "control_plane/core/types.hpp"
 
 namespace twinplane::core {
@@ -57,12 +57,12 @@ class RunArena {
   void unlink(uint32_t slot, uint32_t order);
 
   uint32_t block_size_;
-  std::unique_ptr<int32_t[]> tokens_;
-  std::unique_ptr<BlockId[]> blocks_;
-  std::vector<uint32_t> heads_;  // of the free lists, by order
-  std::vector<Link> links_;      // by slot; of a free piece's first slot
-  std::vector<uint8_t> orders_;  // by slot; the order of the free piece that begins here, or kNotFree
-  std::vector<uint32_t> users_;  // by slot; of the extent that begins here
+  HugePageArray<int32_t> tokens_;
+  HugePageArray<BlockId> blocks_;
+  std::vector<uint32_t> heads_;     // of the free lists, by order
+  HugePageVector<Link> links_;      // by slot; of a free piece's first slot
+  std::vector<uint8_t> orders_;     // by slot; the order of the free piece that begins here, or kNotFree
+  HugePageVector<uint32_t> users_;  // by slot; of the extent that begins here
   uint32_t num_free_ = 0;
 };
 
