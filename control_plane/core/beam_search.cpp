@@ -102,7 +102,7 @@ void BeamSearch::finish(const Child& child, const Sequence& parent, uint32_t len
   const uint32_t slot = free_slots_.back();
   free_slots_.pop_back();
   int32_t* const tokens = finished_tokens_.get() + size_t{slot} * max_tokens_.value;
-  std::copy_n(parent.tokens.get() + parent.prompt_tokens.value, length - 1, tokens);
+  std::copy_n(parent.tokens + parent.prompt_tokens.value, length - 1, tokens);
   tokens[length - 1] = child.token;
   const Hypothesis hypothesis{penalized(child.score, length), length, slot, is_by_length};
   const auto at = std::upper_bound(finished_.begin(), finished_.end(), hypothesis,
@@ -125,7 +125,7 @@ void BeamSearch::place_children(std::span<Sequence* const> members) {
     Sequence& sequence = *members[slot];
     const Sequence& parent = *members[child.parent];
     const uint32_t prompt = sequence.prompt_tokens.value;
-    std::copy_n(parent.tokens.get() + prompt, parent.num_tokens.value - prompt, sequence.tokens.get() + prompt);
+    std::copy_n(parent.tokens + prompt, parent.num_tokens.value - prompt, sequence.tokens + prompt);
     sequence.num_tokens = parent.num_tokens;
     moved_from_[slot] = child.parent;
     has_moves_ = true;

@@ -29,7 +29,7 @@ BlockManager::BlockManager(BlockCount total, TokenCount block_size, size_t max_c
 Match BlockManager::find(const Sequence& sequence, StepSeq now) const {
   if (!sequence.params.uses_cache) return {};
   const TokenCount most = std::min(sequence.num_tokens, sequence.known() - TokenCount{1});
-  return tree_.match(sequence.params.cache_key, {sequence.tokens.get(), most.value}, now);
+  return tree_.match(sequence.params.cache_key, {sequence.tokens, most.value}, now);
 }
 
 bool BlockManager::is_being_computed(const Sequence& sequence, const Match& match) const {
@@ -38,7 +38,7 @@ bool BlockManager::is_being_computed(const Sequence& sequence, const Match& matc
   const uint32_t from = match.blocks.value * block_size_.value;
   const uint32_t to = from + block_size_.value;
   if (to > filler->prompt_tokens.value || to >= sequence.known().value || to > sequence.num_tokens.value) return false;
-  return std::equal(filler->tokens.get() + from, filler->tokens.get() + to, sequence.tokens.get() + from);
+  return std::equal(filler->tokens + from, filler->tokens + to, sequence.tokens + from);
 }
 
 BlockCount BlockManager::reclaimable(const Sequence& sequence) const {
@@ -51,7 +51,7 @@ BlockCount BlockManager::reclaimable(const Sequence& sequence) const {
 
 void BlockManager::attach(Sequence& sequence, const Match& match) {
   assert(sequence.num_blocks == BlockCount{0});
-  sequence.node = tree_.pin(match, sequence.blocks.get());
+  sequence.node = tree_.pin(match, sequence.blocks);
   sequence.tree_blocks = sequence.num_blocks = match.blocks;
   sequence.num_computed = {match.blocks.value * block_size_.value};
 }
@@ -70,7 +70,7 @@ void BlockManager::fork(const Sequence& parent, Sequence& child, BlockCount bloc
   cool(child.node, {0});
   child.node = node;
   child.tree_blocks = pinned;
-  std::copy_n(parent.blocks.get(), blocks.value, child.blocks.get());
+  std::copy_n(parent.blocks, blocks.value, child.blocks);
   for (uint32_t i = pinned.value; i < blocks.value; ++i) pool_.share(child.blocks[i]);
   child.missing_blocks = {0};
   child.num_blocks = std::max(child.num_blocks, blocks);
@@ -172,12 +172,12 @@ void BlockManager::keep_full_blocks(Sequence& sequence, StepSeq fence) {
   if (mine == sequence.tree_blocks || tree_.is_stale(sequence.node)) return;
   if (append_own(sequence, mine, fence)) return;
   // The tree goes on with the same tokens in other blocks: behind the longest match its own may follow.
-  Match match = tree_.match(sequence.params.cache_key, {sequence.tokens.get(), mine.value * block_size_.value}, fence);
+  Match match = tree_.match(sequence.params.cache_key, {sequence.tokens, mine.value * block_size_.value}, fence);
   match.partial = {0};
   // Cached blocks are free ones, and somebody may be counting on them: whoever leaves takes none away.
   if (match.blocks <= sequence.tree_blocks || tree_.cached_on(match) != BlockCount{0}) return;
   for (uint32_t i = sequence.tree_blocks.value; i < match.blocks.value; ++i) pool_.release(sequence.blocks[i], fence);
-  const NodeId node = tree_.pin(match, sequence.blocks.get());
+  const NodeId node = tree_.pin(match, sequence.blocks);
   cool(sequence.node, fence);
   sequence.node = node;
   sequence.tree_blocks = match.blocks;
@@ -195,8 +195,8 @@ BlockCount BlockManager::end_of_own(const Sequence& sequence, BlockCount most) c
 // Gives the tree the sequence's own blocks up to `to`; true if it took any, or there were none.
 bool BlockManager::append_own(Sequence& sequence, BlockCount to, StepSeq now) {
   const BlockCount from = sequence.tree_blocks;
-  const auto [node, taken] = tree_.append(sequence.node, sequence.params.cache_key, sequence.tokens.get(),
-                                          sequence.blocks.get(), from, to, now);
+  const auto [node, taken] =
+      tree_.append(sequence.node, sequence.params.cache_key, sequence.tokens, sequence.blocks, from, to, now);
   for (uint32_t i = from.value; i < taken.value; ++i) pool_.hand_over(sequence.blocks[i]);
   sequence.node = node;
   sequence.tree_blocks = taken;

@@ -12,6 +12,17 @@ namespace twinplane::core {
 // of n tokens that is first in line is computed within n / kLeastChunkTokens steps.
 inline constexpr TokenCount kLeastChunkTokens{16};
 
+// Decodes that need nothing but their token, summed up.
+struct DecodeLoad {
+  uint32_t decodes = 0;
+  uint64_t context = 0;
+
+  void add(const Sequence& sequence) {
+    ++decodes;
+    context += sequence.num_computed.value + 1;
+  }
+};
+
 class Budget {
  public:
   explicit Budget(const State& state)
@@ -30,6 +41,13 @@ class Budget {
     --tokens_;
     table_writes_ -= growth;
     load_.add_decode(sequence.num_computed.value + 1);
+  }
+
+  // Those that enter no block.
+  void take_decodes(const DecodeLoad& load) {
+    tokens_ -= {load.decodes};
+    load_.decodes += load.decodes;
+    load_.decode_context += load.context;
   }
 
   // Both are asked after all decodes were dealt to. If there are any, they wait for this step, and it is to stay within

@@ -48,7 +48,7 @@ void write_stops(StepWriter& step, const Sequence& sequence, wire::ExtraKind kin
 void write_extras(StepWriter& step, const Sequence& sequence) {
   const Sampling& sampling = sequence.params.sampling;
   const RowId row = sequence.row;
-  const int32_t* const tokens = sequence.tokens.get();
+  const int32_t* const tokens = sequence.tokens;
   const size_t prompt = sequence.prompt_tokens.value;
   if (sampling.repetition_penalty != 1.0f) write_tokens(step, row, wire::kExtraKindPromptHistory, tokens, prompt);
   if (sampling.has_penalties()) {
@@ -150,15 +150,22 @@ void Scheduler::carry_out(const StepPlan& plan, StepRecord& record, StepWriter& 
     preempt({plan.yielding.data() + i, end - i}, step);
     i = end;
   }
-  for (const Scheduled& decode : plan.decodes) {
-    if (is_beam(*decode.sequence)) move_beams(*decode.sequence->group, step);
+  if (plan.moves_beams) {
+    for (const Scheduled& decode : plan.decodes) {
+      if (is_beam(*decode.sequence)) move_beams(*decode.sequence->group, step);
+    }
   }
   for (const Scheduled& decode : plan.decodes) {
     Sequence& sequence = *decode.sequence;
     if (sequence.needs_block(session_->pool.block_size)) add_block(sequence, step);
     if (plan.num_substeps > 1) add_blocks_ahead(sequence, plan.num_substeps, step);
-    schedule(decode, 0, record, step);
+    if (!sequence.has_group && sequence.num_computed >= sequence.prompt_tokens) {
+      schedule_plain(sequence, record, step);
+    } else {
+      schedule(decode, 0, record, step);
+    }
   }
+  record.num_decodes = plan.decodes.size();
   record.num_substeps = plan.num_substeps;
   step.set_substeps(plan.num_substeps);
   for (const Scheduled& chunk : plan.chunks) schedule(chunk, wire::kSeqFlagChunk, record, step);
@@ -323,6 +330,19 @@ void Scheduler::add_blocks_ahead(Sequence& sequence, uint32_t num_substeps, Step
   while (sequence.num_blocks < needed) add_block(sequence, step);
 }
 
+// What schedule() comes to for a decode that is alone, behind its prompt: it has nothing to copy or to publish, and
+// nobody follows it.
+void Scheduler::schedule_plain(Sequence& sequence, StepRecord& record, StepWriter& step) {
+  const TokenCount at = sequence.num_computed;
+  assert(sequence.distance() == TokenCount{1} && !sequence.has_copy_source);
+  assert(blocks_for(at + TokenCount{1}, session_->pool.block_size) <= sequence.num_blocks);
+  step.schedule_decode(sequence.row, at, at < sequence.num_tokens ? sequence.tokens[at.value] : wire::kNoToken);
+  record.samples.set(sequence.row.value);
+  record.rows.push_back(sequence.row);
+  ++sequence.num_computed;
+  ++sequence.num_pending;
+}
+
 // The sequence takes part with the tokens from num_computed on. From here they count as computed: every later step runs
 // behind this one.
 void Scheduler::schedule(const Scheduled& scheduled, uint32_t flags, StepRecord& record, StepWriter& step) {
@@ -342,7 +362,7 @@ void Scheduler::schedule(const Scheduled& scheduled, uint32_t flags, StepRecord&
   }
   // A pending token is known to the data plane alone: it is the one its row sampled last.
   const TokenCount inlined = std::min(past, sequence.num_tokens) - std::min(first, sequence.num_tokens);
-  step.schedule(sequence.row, first, {sequence.tokens.get() + first.value, inlined.value}, scheduled.tokens, flags);
+  step.schedule(sequence.row, first, {sequence.tokens + first.value, inlined.value}, scheduled.tokens, flags);
   record.rows.push_back(sequence.row);
 
   sequence.num_computed = past;

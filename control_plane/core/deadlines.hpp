@@ -1,10 +1,10 @@
 // The deadlines of all live sequences, earliest first: a binary heap whose members know their place, so that any can
-// leave.
+// leave. The places lie here, not in the sequences: moving a dozen members in the heap looks at none of them.
 #pragma once
 
 #include <cassert>
 #include <cstdint>
-#include <utility>
+#include <numeric>
 #include <vector>
 
 #include "control_plane/core/request.hpp"
@@ -13,11 +13,14 @@ namespace twinplane::core {
 
 class Deadlines {
  public:
-  explicit Deadlines(size_t capacity) { heap_.reserve(capacity); }
+  explicit Deadlines(size_t capacity) : members_(capacity), free_(capacity) {
+    heap_.reserve(capacity);
+    std::iota(free_.rbegin(), free_.rend(), 0u);
+  }
 
   // The sequence whose deadline passed first, if any has by `now`.
   Sequence* expired(Nanos now) const {
-    return !heap_.empty() && heap_.front().at <= now ? heap_.front().sequence : nullptr;
+    return !heap_.empty() && heap_.front().at <= now ? members_[heap_.front().ticket].sequence : nullptr;
   }
 
   // The earliest one; 0 = there is none.
@@ -26,17 +29,22 @@ class Deadlines {
   // Sequences without a deadline are not members; both calls ignore them.
   void insert(Sequence& sequence) {
     if (sequence.deadline() == Nanos{0}) return;
-    heap_.push_back({sequence.deadline(), &sequence});
+    sequence.deadline_ticket = free_.back();
+    free_.pop_back();
+    members_[sequence.deadline_ticket].sequence = &sequence;
+    heap_.push_back({sequence.deadline(), sequence.deadline_ticket});
     sift_up(heap_.size() - 1);
   }
 
   void erase(Sequence& sequence) {
     if (sequence.deadline() == Nanos{0}) return;
-    const size_t at = sequence.deadline_slot;
-    assert(heap_[at].sequence == &sequence);
+    const uint32_t ticket = sequence.deadline_ticket;
+    assert(members_[ticket].sequence == &sequence);
+    free_.push_back(ticket);
     const Entry last = heap_.back();
     heap_.pop_back();
-    if (last.sequence == &sequence) return;
+    if (last.ticket == ticket) return;
+    const size_t at = members_[ticket].place;
     put(at, last);
     sift_down(at);
     sift_up(at);
@@ -47,12 +55,16 @@ class Deadlines {
  private:
   struct Entry {
     Nanos at;
-    Sequence* sequence;
+    uint32_t ticket;
+  };
+  struct Member {
+    Sequence* sequence = nullptr;
+    uint32_t place = 0;  // in the heap
   };
 
   void put(size_t i, Entry entry) {
     heap_[i] = entry;
-    entry.sequence->deadline_slot = static_cast<uint32_t>(i);
+    members_[entry.ticket].place = static_cast<uint32_t>(i);
   }
 
   void sift_up(size_t i) {
@@ -73,6 +85,8 @@ class Deadlines {
   }
 
   std::vector<Entry> heap_;
+  std::vector<Member> members_;  // by ticket
+  std::vector<uint32_t> free_;   // tickets
 };
 
 }  // namespace twinplane::core

@@ -7,13 +7,13 @@ namespace twinplane::core {
 std::unique_ptr<Sequence> make_request(RequestId id, std::span<const int32_t> prompt, RequestParams params,
                                        TokenCount block_size, Nanos now) {
   const uint32_t count = params.num_sequences();
-  if (count == 1) return std::make_unique<Sequence>(id, prompt, std::move(params), block_size, now);
+  if (count == 1) return Sequence::make(id, prompt, std::move(params), block_size, now);
   auto group = std::make_shared<Group>();
   const uint32_t first_stream = params.sampling.stream;
   std::vector<std::unique_ptr<Sequence>> sequences;
   for (uint32_t i = 0; i < count; ++i) {
     params.sampling.stream = first_stream + i;
-    sequences.push_back(std::make_unique<Sequence>(RequestId{id.value + i}, prompt, params, block_size, now));
+    sequences.push_back(Sequence::make(RequestId{id.value + i}, prompt, params, block_size, now));
     Sequence& sequence = *sequences.back();
     sequence.group = group;
     sequence.has_group = true;

@@ -24,14 +24,15 @@ class Line {
   // Newcomers go to the end; one that comes back goes to its old place.
   void insert(Sequence& sequence) {
     if (end_ == slots_.size()) move_to_front();
-    const auto at = slot_of(sequence);
+    const bool is_last = empty() || (*this)[size() - 1].precedes(sequence);
+    const auto at = is_last ? slot(end_) : slot_of(sequence);
     std::move_backward(at, slot(end_), slot(end_ + 1));
     *at = &sequence;
     ++end_;
   }
 
   void erase(Sequence& sequence) {
-    const auto at = slot_of(sequence);
+    const auto at = &(*this)[0] == &sequence ? slot(begin_) : slot_of(sequence);
     assert(at != slot(end_) && *at == &sequence);
     if (at == slot(begin_)) {
       ++begin_;

@@ -62,14 +62,26 @@ const StepPlan& Planner::plan(const State& state) {
 // INV-6: each sequence with one token to go gets it, before anything else.
 void Planner::deal_to_decodes(const State& state, Residency& residency) {
   behind_.clear();
-  for (size_t i = 0; i < state.running.size();) {
-    if (i + kPrefetchDistance < state.running.size()) state.running[i + kPrefetchDistance].prefetch();
-    const size_t end = state.running[i].has_group ? end_of_group(state.running, i) : i + 1;
+  const Line& running = state.running;
+  const TokenCount block_size = state.session.pool.block_size;
+  DecodeLoad plain;
+  for (size_t i = 0; i < running.size();) {
+    if (i + kPrefetchDistance < running.size()) running[i + kPrefetchDistance].prefetch_progress();
+    // What nearly all are: alone, and in a block that has room.
+    Sequence& sequence = running[i];
+    if (!sequence.has_group && is_decode(sequence) && !sequence.needs_block(block_size) && !plan_.yields.test(i)) {
+      plain.add(sequence);
+      plan_.decodes.push_back({&sequence, TokenCount{1}});
+      ++i;
+      continue;
+    }
+    const size_t end = sequence.has_group ? end_of_group(running, i) : i + 1;
     if (!plan_.yields.test(i) && get_blocks(state, residency, i, end)) {
       for (size_t member = i; member < end; ++member) deal_to(state, member);
     }
     i = end;
   }
+  budget_->take_decodes(plain);
 }
 
 // The blocks that sequences [begin, end) of the line, which go together, enter in this step; false if they do not go.
@@ -91,10 +103,11 @@ bool Planner::get_blocks(const State& state, Residency& residency, size_t begin,
 
 // It has one token to go, and may.
 bool Planner::is_decode(const Sequence& sequence) {
+  if (sequence.distance() != TokenCount{1} || sequence.ends_in_flight()) return false;
+  if (!sequence.has_group) return true;
   // A beam's next token is chosen here, so it can not be relayed.
   const bool waits_for_result = sequence.num_candidates != 0 && sequence.num_pending != TokenCount{0};
-  return sequence.distance() == TokenCount{1} && !sequence.ends_in_flight() && !sequence.is_following &&
-         !waits_for_result;
+  return !sequence.is_following && !waits_for_result;
 }
 
 void Planner::deal_to(const State& state, size_t i) {
@@ -102,6 +115,7 @@ void Planner::deal_to(const State& state, size_t i) {
   const bool is_moving = sequence.has_group && sequence.group->beams != nullptr &&
                          sequence.group->beams->moved_from(sequence.index) != BeamSearch::kStays;
   if (is_moving || is_decode(sequence)) {
+    plan_.moves_beams = plan_.moves_beams || is_moving;
     budget_->take_decode(sequence, {sequence.needs_block(state.session.pool.block_size) || is_moving});
     plan_.decodes.push_back({&sequence, TokenCount{1}});
   } else if (sequence.distance() > TokenCount{1} && !sequence.ends_in_flight() && !sequence.is_following) {

@@ -37,6 +37,7 @@ struct StepPlan {
     yields.clear();
     decodes.clear();
     chunks.clear();
+    moves_beams = false;
     num_substeps = 1;
   }
 
@@ -44,6 +45,7 @@ struct StepPlan {
   BitSet yields;                    // the same, by place in the running line
   std::vector<Scheduled> decodes;   // one token each; a new block if the last one is full
   std::vector<Scheduled> chunks;    // of sequences that are resident
+  bool moves_beams = false;         // among the decodes are beams that change hands first
   uint32_t num_substeps = 1;        // tokens each decode gets, of one step; above 1 the plan is for an idle device
 };
 

@@ -96,7 +96,7 @@ void add_named_tuples(nb::module_& module) {
 
 nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
   const size_t count = to - from;
-  const std::span<const int32_t> tokens(s.tokens.get() + s.prompt_tokens.value + from, count);
+  const std::span<const int32_t> tokens(s.tokens + s.prompt_tokens.value + from, count);
   nb::list logprobs, ranks;
   for (size_t i = from; i < to && s.choices != nullptr; ++i) {
     logprobs.append(s.choices[i].logprob);

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstddef>
+
+#include "control_plane/core/huge_pages.hpp"
 
 namespace twinplane::core {
 namespace {
@@ -10,7 +13,11 @@ constexpr uint32_t kRecordHeader = 3;  // {row, kind, n}
 
 uint32_t record(size_t words) { return words == 0 ? 0 : kRecordHeader + static_cast<uint32_t>(words); }
 
-uint32_t filter_bit(int32_t token) { return 1u << (static_cast<uint32_t>(token) % 32); }
+// A Bloom filter's bits for a token.
+uint64_t filter_bits(int32_t token) {
+  const auto bits = static_cast<uint32_t>(token);
+  return uint64_t{1} << bits % 64 | uint64_t{1} << bits / 64 % 64;
+}
 
 std::vector<StopToken> sorted_stops(const RequestParams& params) {
   std::vector<StopToken> stops;
@@ -35,30 +42,77 @@ WordCount extra_words(const RequestParams& params, TokenCount prompt_tokens, Tok
   return {words};
 }
 
+// Where in its piece of memory a sequence has its arrays.
+struct Sequence::Layout {
+  Layout(TokenCount prompt, const RequestParams& params, TokenCount block_size)
+      : num_blocks(blocks_for(prompt + params.max_tokens - TokenCount{1}, block_size)) {
+    blocks = place<BlockId>(num_blocks.value);
+    tokens = place<int32_t>(prompt.value + size_t{params.max_tokens.value});
+    choices = params.logprobs ? place<Choice>(params.max_tokens.value) : 0;
+    saved = place<HostBlockId>(num_blocks.value);
+  }
+
+  // `count` things more.
+  template <typename T>
+  size_t place(size_t count) {
+    static_assert(alignof(T) == alignof(uint32_t) && std::is_trivially_destructible_v<T>);
+    const size_t at = bytes;
+    bytes += count * sizeof(T);
+    return at;
+  }
+
+  size_t bytes = sizeof(Sequence);
+  BlockCount num_blocks;
+  size_t blocks, tokens, choices, saved;  // offsets; 0: there is none
+};
+
+std::unique_ptr<Sequence> Sequence::make(RequestId request, std::span<const int32_t> prompt, RequestParams params,
+                                         TokenCount block_size, Nanos now) {
+  const Layout layout({static_cast<uint32_t>(prompt.size())}, params, block_size);
+  void* const piece = request_heap::allocate(layout.bytes);
+  try {
+    return std::unique_ptr<Sequence>(new (piece) Sequence(request, prompt, std::move(params), layout, now));
+  } catch (...) {
+    request_heap::free(piece, layout.bytes);
+    throw;
+  }
+}
+
+void Sequence::operator delete(Sequence* sequence, std::destroying_delete_t) {
+  const size_t bytes = sequence->bytes;
+  sequence->~Sequence();
+  request_heap::free(sequence, bytes);
+}
+
 Sequence::Sequence(RequestId request, std::span<const int32_t> prompt, RequestParams request_params,
-                   TokenCount block_size, Nanos now)
+                   const Layout& layout, Nanos now)
     : num_tokens{static_cast<uint32_t>(prompt.size())},
       limit(num_tokens + request_params.max_tokens),
       prompt_tokens(num_tokens),
-      stops_from(request_params.min_tokens),
-      stop_filter(0),
       stops(sorted_stops(request_params)),
+      stops_from(request_params.min_tokens),
       id(request),
+      block_capacity(layout.num_blocks),
       params(std::move(request_params)),
-      submitted(now) {
-  tokens = std::make_unique_for_overwrite<int32_t[]>(limit.value);
-  std::ranges::copy(prompt, tokens.get());
-  if (params.logprobs) choices = std::make_unique_for_overwrite<Choice[]>(params.max_tokens.value);
-  for (const StopToken& stop : stops) stop_filter |= filter_bit(stop.token);
-  fit_blocks(block_size);
+      submitted(now),
+      bytes(layout.bytes) {
+  std::byte* const piece = reinterpret_cast<std::byte*>(this);
+  blocks = reinterpret_cast<BlockId*>(piece + layout.blocks);
+  tokens = reinterpret_cast<int32_t*>(piece + layout.tokens);
+  choices = layout.choices == 0 ? nullptr : reinterpret_cast<Choice*>(piece + layout.choices);
+  saved = reinterpret_cast<HostBlockId*>(piece + layout.saved);
+  std::ranges::copy(prompt, tokens);
+  for (const StopToken& stop : stops) stop_filter |= filter_bits(stop.token);
 }
 
 void Sequence::fit_blocks(TokenCount block_size) {
   assert(num_blocks.value == 0);
   const BlockCount needed = blocks_for(kv_limit(), block_size);
   if (needed <= block_capacity) return;
-  blocks = std::make_unique_for_overwrite<BlockId[]>(needed.value);
-  saved = std::make_unique_for_overwrite<HostBlockId[]>(needed.value);
+  longer_blocks = std::make_unique_for_overwrite<BlockId[]>(needed.value);
+  longer_saved = std::make_unique_for_overwrite<HostBlockId[]>(needed.value);
+  blocks = longer_blocks.get();
+  saved = longer_saved.get();
   block_capacity = needed;
 }
 
@@ -73,7 +127,7 @@ FinishReason Sequence::append(int32_t token, float logprob, uint32_t rank) {
   if (choices != nullptr) choices[emitted().value] = {logprob, rank};
   push(token);
   --num_pending;
-  if ((stop_filter & filter_bit(token)) != 0) {
+  if ((~stop_filter & filter_bits(token)) == 0) {
     if (const FinishReason reason = stop_reason_at(token, emitted()); reason != FinishReason::kNone) {
       match = token;
       return reason;

@@ -1,11 +1,12 @@
-// A request as the core holds it. Everything it will ever need is allocated by the submitting thread, in the
-// constructor; the tick only fills it in, and the polling thread frees it (INV-11).
+// A request as the core holds it. Everything it will ever need is allocated by the submitting thread, in one piece; the
+// tick only fills it in, and the polling thread frees it (INV-11).
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <span>
 #include <string>
 #include <utility>
@@ -88,8 +89,10 @@ struct Group;
 //
 // The core's thread owns every field, except those marked for the poller.
 struct alignas(64) Sequence {
-  Sequence(RequestId request, std::span<const int32_t> prompt, RequestParams request_params, TokenCount block_size,
-           Nanos now);
+  // With its arrays behind it. Throws std::bad_alloc.
+  static std::unique_ptr<Sequence> make(RequestId request, std::span<const int32_t> prompt, RequestParams params,
+                                        TokenCount block_size, Nanos now);
+  static void operator delete(Sequence* sequence, std::destroying_delete_t);
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
 
@@ -148,69 +151,70 @@ struct alignas(64) Sequence {
   // The one transition function; asserts that the contract's diagram has the edge.
   void become(SequenceState next);
 
-  // Loops over many sequences ask for those a few turns ahead: each is a cache miss or several, and they overlap.
-  void prefetch() const {
-    __builtin_prefetch(this, 1);
-    __builtin_prefetch(&stops, 1);
-  }
+  // Loops over many sequences ask for those a few turns ahead: each is a cache miss or several, and they overlap. What
+  // every plan reads, and what else every token writes.
+  void prefetch_progress() const { __builtin_prefetch(this, 1); }
+  void prefetch_news() const { __builtin_prefetch(&published, 1); }
   // The places append() writes to. Reads the sequence itself, so that should have been prefetched before.
   void prefetch_places() const {
-    __builtin_prefetch(tokens.get() + num_tokens.value, 1);
-    if (choices != nullptr) __builtin_prefetch(choices.get() + emitted().value, 1);
+    __builtin_prefetch(tokens + num_tokens.value, 1);
+    if (choices != nullptr) __builtin_prefetch(choices + emitted().value, 1);
   }
 
-  // Makes the block list long enough for another block size. Allocates only if that is smaller than the last one.
+  // Makes the block lists long enough for another block size. Allocates only if that is smaller than the last one.
   void fit_blocks(TokenCount block_size);
 
-  // --- first cache line: read by every plan, written by every token ------------------------------------------------
-  std::unique_ptr<int32_t[]> tokens;  // [limit]
-  std::unique_ptr<BlockId[]> blocks;  // [block_capacity], in order of position
-  std::unique_ptr<Choice[]> choices;  // [max_tokens], or null if not asked for; below `published` the poller may read
-  TokenCount num_tokens;              // prompt + emitted
-  TokenCount num_pending;             // sampled by steps in flight
-  TokenCount num_computed;            // by the steps sent so far
+  // --- first cache line: read by every plan, written by every token and step ---------------------------------------
+  int32_t* tokens;          // [limit]
+  BlockId* blocks;          // [block_capacity], in order of position
+  Choice* choices;          // [max_tokens], or null if not asked for; below `published` the poller may read
+  TokenCount num_tokens;    // prompt + emitted
+  TokenCount num_pending;   // sampled by steps in flight
+  TokenCount num_computed;  // by the steps sent so far
   BlockCount num_blocks;
   RowId row = kNoRow;  // its seat; after it left the device, the seat steps in flight still name
   TokenCount limit;    // prompt + max_tokens
   TokenCount prompt_tokens;
-  TokenCount stops_from;  // output tokens before a stop token counts (min_tokens)
-  uint32_t stop_filter;   // bit t % 32 for each stop token t: most tokens need no look at `stops`
   SequenceState state = SequenceState::kWaiting;
   bool is_protected = false;  // resumed and no token emitted since: may not be preempted (INV-7)
   uint8_t failed_steps = 0;   // consecutive failed steps it was in
-  bool is_in_batch = false;   // of events being collected
   bool has_group = false;
   bool is_following = false;  // its prompt is being computed by the first of its group
 
   // --- second cache line: handing tokens over ----------------------------------------------------------------------
-  alignas(64) std::vector<StopToken> stops;  // sorted by token
-  Sequence* next_in_batch = nullptr;         // link of that batch
-  std::atomic<uint32_t> published{0};        // output tokens the poller may read
-  std::atomic<uint32_t> handoff{0};          // see event_queue.hpp
-  Sequence* next_event = nullptr;            // link; belongs to whoever the handoff says
+  alignas(64) std::atomic<uint32_t> published{0};  // output tokens the poller may read
+  std::atomic<uint32_t> handoff{0};                // see event_queue.hpp
+  Sequence* next_event = nullptr;                  // link; belongs to whoever the handoff says
+  uint64_t batch = 0;                              // of events, the last one it was in
+  Sequence* next_to_look_at = nullptr;             // link of those in doubt
+  uint32_t reported = 0;                           // output tokens the poller has reported; the poller's alone
+  bool is_to_look_at = false;                      // is in doubt
   // Read by the poller with the last event only: written for the last time before the end is announced.
-  Nanos last_token;
   FinishReason finish = FinishReason::kNone;
   int32_t match = -1;
+  Nanos last_token;
+  uint64_t stop_filter = 0;  // two bits for each stop token: most tokens need no look at `stops`
 
   // --- the rest: coming, going, and what the poller may read with any event, because it is final before the first
   // token is published
+  std::vector<StopToken> stops;  // sorted by token
+  TokenCount stops_from;         // output tokens before a stop token counts (min_tokens)
   RequestId id;
   uint64_t order = 0;  // place in a line, before arrival
   TenantId tenant{0};
-  uint64_t arrival = 0;        // kept for life, whatever happens (A05)
-  uint32_t deadline_slot = 0;  // index in the deadline heap
-  TokenCount queued_tokens;    // what it counts for in the bound of the waiting queue
-  BlockCount block_capacity;   // length of `blocks`: blocks_for(kv_limit)
-  NodeId node = kRootNode;     // where its path through the prefix tree ends
-  BlockCount tree_blocks;      // the first so many of its blocks are that path
-  BlockCount missing_blocks;   // while it follows: the first so many of its blocks will be shared
+  uint64_t arrival = 0;          // kept for life, whatever happens (A05)
+  uint32_t deadline_ticket = 0;  // its number among those with deadlines
+  TokenCount queued_tokens;      // what it counts for in the bound of the waiting queue
+  BlockCount block_capacity;     // length of `blocks` and `saved`: blocks_for(kv_limit)
+  NodeId node = kRootNode;       // where its path through the prefix tree ends
+  BlockCount tree_blocks;        // the first so many of its blocks are that path
+  BlockCount missing_blocks;     // while it follows: the first so many of its blocks will be shared
   std::shared_ptr<Group> group;
   uint32_t index = 0;           // in its group
   uint32_t num_candidates = 0;  // the row returns with each token
   // While it waits, swapped out: its blocks from number `saved_from` on lie in the host's pool, with the KV of its
   // first `saved_tokens` tokens.
-  std::unique_ptr<HostBlockId[]> saved;  // [block_capacity]
+  HostBlockId* saved;  // [block_capacity]
   BlockCount saved_from;
   BlockCount num_saved;
   TokenCount saved_tokens;
@@ -227,7 +231,14 @@ struct alignas(64) Sequence {
   TokenCount cached_tokens;
   uint32_t preemptions = 0;  // with the last event only
   Nanos estimate;            // with the last event, if it ended as kUnreachable: what its prompt would have taken
-  uint32_t reported = 0;     // output tokens the poller has reported; the poller's alone
+  const size_t bytes;        // of the piece that this object begins
+  std::unique_ptr<BlockId[]> longer_blocks;     // in place of the piece's, if a session has smaller blocks than
+  std::unique_ptr<HostBlockId[]> longer_saved;  // there were when the request came
+
+ private:
+  struct Layout;
+  Sequence(RequestId request, std::span<const int32_t> prompt, RequestParams request_params, const Layout& layout,
+           Nanos now);
 };
 
 }  // namespace twinplane::core

@@ -49,24 +49,16 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
   const std::span<const wire::Candidate> candidates(reinterpret_cast<const wire::Candidate*>(slot + layout.candidates),
                                                     header.num_candidates);
   size_t used = 0;
-  const auto entry_at = [&](uint32_t i) {
+  for (uint32_t i = 0; i < header.num_entries; ++i) {
+    prefetch_owners(record, i);
     wire::ResultEntry entry;
     std::memcpy(&entry, slot + layout.entries + i * sizeof(entry), sizeof(entry));
-    return entry;
-  };
-  // Whose token an entry further on is, if anyone's; null also past the end.
-  const auto owner_of = [&](uint32_t i) -> const Sequence* {
-    if (i >= header.num_entries) return nullptr;
-    const uint32_t row = entry_at(i).row;
-    return row < session_->rows.size() ? session_->rows.owner({row}) : nullptr;
-  };
-  for (uint32_t i = 0; i < header.num_entries; ++i) {
-    if (const Sequence* const later = owner_of(i + 2 * kPrefetchDistance)) later->prefetch();
-    if (const Sequence* const next = owner_of(i + kPrefetchDistance)) next->prefetch_places();
-    const wire::ResultEntry entry = entry_at(i);
-    const uint32_t count = entry.row < session_->rows.size() && (entry.flags & wire::kResultFlagNotFinite) == 0
-                               ? session_->rows.num_candidates({entry.row})
-                               : 0;
+    if (entry.row >= session_->rows.size() || !record.samples.test(entry.row)) {
+      fault("a token for row " + text(entry.row) + ", which samples none, or no other, in step " +
+            text(session_->retired.value));
+    }
+    const bool is_finite = (entry.flags & wire::kResultFlagNotFinite) == 0;
+    const uint32_t count = is_finite ? session_->rows.num_candidates({entry.row}) : 0;
     if (count > candidates.size() - used) {
       fault("row " + text(entry.row) + " returns " + text(candidates.size() - used) + " candidates of " + text(count));
     }
@@ -82,6 +74,17 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
   } else {
     go_on(record);
   }
+}
+
+// Of entries further on. Tokens come in the order in which their rows were scheduled, or nearly so.
+void Scheduler::prefetch_owners(const StepRecord& record, size_t entry) const {
+  const std::vector<RowId>& rows = record.rows;
+  if (entry + 2 * kPrefetchDistance >= rows.size()) return;
+  if (const Sequence* const later = session_->rows.owner(rows[entry + 2 * kPrefetchDistance])) {
+    later->prefetch_progress();
+    later->prefetch_news();
+  }
+  if (const Sequence* const next = session_->rows.owner(rows[entry + kPrefetchDistance])) next->prefetch_places();
 }
 
 // Every row has given its token. From the second substep on, one whose sequence has ended need not: by a stop token or
@@ -130,13 +133,10 @@ void Scheduler::learn(const StepRecord& record, const wire::ResultHeader& header
 
 void Scheduler::take_entry(const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates,
                            StepRecord& record, Nanos now) {
-  if (entry.row >= session_->rows.size() || !record.samples.test(entry.row)) {
-    fault("a token for row " + text(entry.row) + ", which samples none, or no other, in step " +
-          text(session_->retired.value));
-  }
   record.samples.reset(entry.row);
   Sequence* const sequence = session_->rows.owner({entry.row});
   if (sequence == nullptr) return;  // it ended while this token was in flight
+  sequence->failed_steps = 0;
   if ((entry.flags & wire::kResultFlagNotFinite) != 0) {
     --sequence->num_pending;
     end(*sequence, FinishReason::kNotFinite);
@@ -185,7 +185,7 @@ void Scheduler::deliver_beams(Group& group) {
     Sequence& sequence = *group.members[i];
     const BeamSearch::Finished result = group.beams->finished(i);
     sequence.num_computed = std::min(sequence.num_computed, sequence.prompt_tokens);  // the rest is another beam's
-    std::ranges::copy(result.tokens, sequence.tokens.get() + sequence.prompt_tokens.value);
+    std::ranges::copy(result.tokens, sequence.tokens + sequence.prompt_tokens.value);
     sequence.num_tokens = sequence.prompt_tokens + TokenCount{result.length};
     sequence.score = result.score;
     counters_.tokens_emitted += result.length;
@@ -196,8 +196,8 @@ void Scheduler::deliver_beams(Group& group) {
 
 void Scheduler::complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now) {
   record.samples.clear();
-  for (const RowId row : record.rows) {
-    if (Sequence* const sequence = session_->rows.owner(row)) sequence->failed_steps = 0;
+  for (size_t i = record.num_decodes; i < record.rows.size(); ++i) {  // the others brought tokens
+    if (Sequence* const sequence = session_->rows.owner(record.rows[i])) sequence->failed_steps = 0;
   }
   ++session_->retired;
   ++counters_.steps_retired;

@@ -19,13 +19,12 @@ namespace twinplane::core {
 
 class Rows {
  public:
-  explicit Rows(uint32_t count)
-      : owners_(count, nullptr), num_candidates_(count, 0), free_(count), closing_(count), fenced_(count) {
+  explicit Rows(uint32_t count) : seats_(count), free_(count), closing_(count), fenced_(count) {
     for (uint32_t row = 0; row < count; ++row) free_.set(row);
     num_free_ = count;
   }
 
-  uint32_t size() const { return static_cast<uint32_t>(owners_.size()); }
+  uint32_t size() const { return static_cast<uint32_t>(seats_.size()); }
   uint32_t num_free() const { return num_free_; }
   uint32_t num_fenced() const { return static_cast<uint32_t>(fenced_.size()); }
   bool is_free(RowId row) const { return free_.test(row.value); }
@@ -33,18 +32,17 @@ class Rows {
 
   // Whom a token sampled in this row is for: its sequence, also if that left while the token was in flight; null if the
   // sequence has ended.
-  Sequence* owner(RowId row) const { return owners_[row.value]; }
+  Sequence* owner(RowId row) const { return seats_[row.value].owner; }
 
   // Candidates the row returns with each token, also if its sequence has ended.
-  uint32_t num_candidates(RowId row) const { return num_candidates_[row.value]; }
+  uint32_t num_candidates(RowId row) const { return seats_[row.value].num_candidates; }
 
   // There must be a free row.
   void seat(Sequence& sequence) {
     const size_t row = free_.first();
     free_.reset(row);
     --num_free_;
-    owners_[row] = &sequence;
-    num_candidates_[row] = sequence.num_candidates;
+    seats_[row] = {&sequence, sequence.num_candidates};
     sequence.row = {static_cast<uint32_t>(row)};
   }
 
@@ -57,7 +55,7 @@ class Rows {
   // The sequence has ended: what is still sampled in its row is for nobody.
   void disown(Sequence& sequence) {
     if (sequence.row == kNoRow) return;
-    owners_[sequence.row.value] = nullptr;
+    seats_[sequence.row.value].owner = nullptr;
     sequence.row = kNoRow;
   }
 
@@ -67,16 +65,21 @@ class Rows {
   // So many steps have retired: opens their fences.
   void retire(StepSeq retired) {
     fenced_.open(retired, [this](RowId row) {
-      if (Sequence* const former = owners_[row.value]) former->row = kNoRow;
-      owners_[row.value] = nullptr;
+      Seat& seat = seats_[row.value];
+      if (seat.owner != nullptr) seat.owner->row = kNoRow;
+      seat.owner = nullptr;
       free_.set(row.value);
       ++num_free_;
     });
   }
 
  private:
-  std::vector<Sequence*> owners_;
-  std::vector<uint32_t> num_candidates_;
+  struct Seat {
+    Sequence* owner = nullptr;
+    uint32_t num_candidates = 0;
+  };
+
+  std::vector<Seat> seats_;
   BitSet free_;
   uint32_t num_free_ = 0;
   BitSet closing_;

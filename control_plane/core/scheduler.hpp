@@ -140,9 +140,11 @@ class Scheduler {
   void open_row(Sequence& sequence, StepWriter& step, Nanos now);
   void move_beams(Group& group, StepWriter& step);
   void fork_followers(Sequence& first, StepWriter& step);
+  void schedule_plain(Sequence& sequence, StepRecord& record, StepWriter& step);
   void schedule(const Scheduled& scheduled, uint32_t flags, StepRecord& record, StepWriter& step);
 
   // retire.cpp
+  void prefetch_owners(const StepRecord& record, size_t entry) const;
   void take_entry(const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates, StepRecord& record,
                   Nanos now);
   void take_candidates(Sequence& sequence, std::span<const wire::Candidate> candidates, Nanos now);

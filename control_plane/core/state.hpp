@@ -23,7 +23,8 @@ namespace twinplane::core {
 struct StepRecord {
   explicit StepRecord(uint32_t max_rows) : samples(max_rows) { rows.reserve(max_rows); }
 
-  std::vector<RowId> rows;  // every scheduled row
+  std::vector<RowId> rows;  // every scheduled row, decodes first
+  size_t num_decodes = 0;   // of these; each brings a token
   BitSet samples;           // rows that still owe a token, of the substep under way
   StepLoad load;            // of the substep under way
   uint32_t num_substeps = 1;

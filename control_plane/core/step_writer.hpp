@@ -88,6 +88,21 @@ class StepWriter {
     counts_.num_tokens += num_tokens.value;
   }
 
+  // The same for one token that samples the next one; kNoToken: it is relayed.
+  void schedule_decode(RowId row, TokenCount position, int32_t token) {
+    assert(counts_.num_seqs < capacities_.max_rows && counts_.num_tokens < capacities_.max_step_tokens);
+    region<wire::SeqEntry>(layout_.seqs)[counts_.num_seqs++] = {
+        .row = row.value,
+        .position = position.value,
+        .num_tokens = 1,
+        .token_start = counts_.num_tokens,
+        .flags = wire::kSeqFlagSamples,
+        .num_drafts = 0,
+    };
+    ++counts_.num_decodes;
+    region<int32_t>(layout_.token_ids)[counts_.num_tokens++] = token;
+  }
+
   bool is_empty() const {
     return counts_.num_seqs == 0 && counts_.num_closes == 0 && counts_.num_copies == 0 && counts_.num_swap_outs == 0;
   }

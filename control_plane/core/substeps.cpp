@@ -9,7 +9,9 @@ namespace {
 constexpr uint32_t kCachedPerBlockAhead = 8;
 
 // A decode that needs nothing but its row, its blocks and its last token.
-bool is_plain(const Sequence& sequence) { return sequence.num_candidates == 0 && !sequence.has_copy_source; }
+bool is_plain(const Sequence& sequence) {
+  return !sequence.has_group || (sequence.num_candidates == 0 && !sequence.has_copy_source);
+}
 
 // The blocks all decodes enter in a step of so many substeps.
 BlockCount growth(const StepPlan& plan, TokenCount block_size, uint32_t num_substeps) {

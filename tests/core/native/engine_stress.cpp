@@ -103,7 +103,7 @@ class Ledger {
     const std::lock_guard lock(mutex_);
     Request& request = requests_.at(s.id.value);
     REQUIRE(request.finish == FinishReason::kNone, "request %lu ended twice", s.id.value);
-    const int32_t* const output = s.tokens.get() + s.prompt_tokens.value;
+    const int32_t* const output = s.tokens + s.prompt_tokens.value;
     request.seen.insert(request.seen.end(), output + from, output + to);
     REQUIRE(std::equal(request.seen.begin(), request.seen.end(), request.output.begin()), "request %lu", s.id.value);
     if (is_last) request.finish = s.finish;

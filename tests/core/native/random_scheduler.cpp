@@ -147,7 +147,7 @@ class Driver {
     events_.flush();
     events_.poll([this](const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
       Expected& request = requests_.at(s.id.value);
-      const int32_t* const output = s.tokens.get() + s.prompt_tokens.value;
+      const int32_t* const output = s.tokens + s.prompt_tokens.value;
       request.seen.insert(request.seen.end(), output + from, output + to);
       REQUIRE(std::equal(request.seen.begin(), request.seen.end(), request.output.begin()), "request %lu", s.id.value);
       if (!is_last) return;
