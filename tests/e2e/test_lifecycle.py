@@ -171,7 +171,7 @@ def test_D09_a_second_server_on_the_same_port_exits_at_once_and_says_so(serve: S
         assert str(server.port) in second.tail() and "in use" in second.tail()
 
 
-def test_C11_an_idle_server_sleeps(serve: Serve) -> None:
+def test_C11_C12_an_idle_server_sleeps_and_is_woken_by_the_next_request(serve: Serve, prompts: Prompts) -> None:
     with serve(*SMALL) as server:
         time.sleep(2)
         processes = [psutil.Process(server.process.pid), *server.children()]  # type: ignore[union-attr]
@@ -179,6 +179,8 @@ def test_C11_an_idle_server_sleeps(serve: Serve) -> None:
         time.sleep(10)
         used = sum(sum(p.cpu_times()[:2]) for p in processes) - before
         assert used / 10 < 0.03, f"{used / 10:.1%} of a core while idle"
+        [outcome], _ = asyncio.run(closed_loop(server.address, [Request(prompts[5], 4)], 1))
+        assert len(outcome.tokens) == 4
 
 
 def test_A17_D01_D02_blocks_come_back_after_clients_that_leave_at_any_moment(server: Server, prompts: Prompts) -> None:

@@ -43,8 +43,14 @@ class PeerProcess:
         facts: dict[str, Any] = json.loads(line)
         return facts
 
+    def wait_started(self) -> PeerProcess:
+        """Python and its modules are loaded, which takes seconds on a busy machine."""
+        assert "started" in self.read()
+        return self
+
     def wait_attached(self) -> PeerProcess:
-        assert "attached" in self.read()
+        while "attached" not in self.read():
+            pass
         return self
 
     def wait_exit(self, timeout: float = 30) -> int:

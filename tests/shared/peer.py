@@ -3,7 +3,7 @@
 The control side owns the instance, creates the session's segment and sends numbered steps; the data side answers each with one
 to three results, fewer if it is interrupted. Every word of a step carries its number, every word of a result its own and whether
 it is the step's last, so a torn, lost, doubled or reordered message is seen.
-Prints one JSON line when attached and one at the end; exits 3 when the peer stopped answering.
+Prints one JSON line when started, one when attached and one at the end; exits 3 when the peer stopped answering.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    say(started=os.getpid())
     if args.cpu is not None:
         os.sched_setaffinity(0, {args.cpu})
     signals = 0

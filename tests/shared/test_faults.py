@@ -33,19 +33,21 @@ def test_C15_death_at_any_point_leaves_a_survivor_that_knows_and_a_clean_next_se
     spawn: Spawn, instance: str, victim: str, point: str, passage: int
 ) -> None:
     trap = ("--signal-at", point, passage, int(signal.SIGKILL))
+    # The data plane first: it waits long for a session, but a session only --timeout-ns for its answers.
     # Pauses on both sides, so that each sleeps sometimes and is rung awake.
     peers = {}
-    for role in ("control", "data"):
+    for role in ("data", "control"):
         options = trap if role == victim else ()
         peers[role] = spawn(role, instance, 1, "--count", 10**9, "--pattern", "random", "--timeout-ns", 300_000_000, *options)
+        peers[role].wait_started()
     assert peers.pop(victim).wait_exit() == -signal.SIGKILL
     (survivor,) = peers.values()
     if point == "before-ready-H1":
         survivor.kill()  # it waits for a session that never came to be
     else:
         assert survivor.wait_exit() == PEER_GONE
-    fresh = [spawn(role, instance, 2).wait_attached() for role in ("control", "data")]
-    assert [peer.wait_exit() for peer in fresh] == [0, 0]
+    fresh = [spawn(role, instance, 2).wait_started() for role in ("data", "control")]
+    assert [peer.wait_attached().wait_exit() for peer in fresh] == [0, 0]
 
 
 def test_a_step_half_written_by_the_dead_is_never_read(spawn: Spawn, instance: str) -> None:
