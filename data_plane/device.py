@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from twinplane.shared.model_files import ModelCard
 
 
 class Device(ABC):
-    """Owns the model's weights and the KV cache. Used by one thread."""
+    """Owns the model's weights and the KV cache. Used by one thread, but for `settle`."""
 
     name: str  # "cpu", "cuda"
     ops: Ops
@@ -51,6 +52,10 @@ class Device(ABC):
     @abstractmethod
     def allocate_kv(self, spec: KVSpec, num_blocks: int, num_host_blocks: int = 0) -> None:
         """The device's pool of blocks, and the host's pool they can be swapped to."""
+
+    @abstractmethod
+    def settle(self, ended: Callable[[], bool]) -> None:
+        """What can be done beside serving, once, on a thread of its own. Returns soon after `ended` says so."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> NDArray[np.float32]:

@@ -59,9 +59,8 @@ def set_threads(n: int) -> None:
     """Size of the one pool, the calling thread included; starts at cpus_granted(). Idle workers sleep. Torch should be held to
     one thread beside it (torch.set_num_threads(1)). Raises ValueError unless 1 <= n <= 256."""
 
-def clear(array: Array) -> None:
-    """Set a contiguous array to zero, with all threads. If it was not touched yet, such as a KV cache just allocated, it gets huge
-    pages, if the system has them; packed weights have them anyway."""
+def populate(array: Array) -> bool:
+    """Have memory behind a contiguous array, whose contents stay, before it is touched. False where the system can not."""
 
 # ---- linear
 

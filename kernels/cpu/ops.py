@@ -9,6 +9,9 @@ Unlike the reference, each output row is bit-identical whatever the batch around
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import threading
 from typing import Literal
 
@@ -173,11 +176,20 @@ def allocate_kv(
     tiles, powers = block_size // KEY_TILE, int(dtype == torch.float8_e4m3fn)
     values = (block_size * (v_head_dim + 1),) if powers else (block_size, v_head_dim)
     stored = torch.uint8 if powers else dtype
-    k_cache = torch.empty(num_blocks, num_kv_heads, tiles, head_dim + powers, KEY_TILE, dtype=stored, device=device)
-    v_cache = torch.empty(num_blocks, num_kv_heads, *values, dtype=stored, device=device)
-    for cache in (k_cache, v_cache):
-        _cpu.clear(cache)
+    k_cache = _zeros((num_blocks, num_kv_heads, tiles, head_dim + powers, KEY_TILE), stored)
+    v_cache = _zeros((num_blocks, num_kv_heads, *values), stored)
     return k_cache, v_cache
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in a mapping of their own, of huge pages where there are any: memory comes when it is written to, or by `_cpu.populate`."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _head_dim(k_cache: Tensor) -> int:

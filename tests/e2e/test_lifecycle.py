@@ -123,6 +123,14 @@ def test_C09_the_grace_ends_streams_with_a_status(serve: Serve, prompts: Prompts
     assert server.leftovers() == []
 
 
+def test_a_server_stops_while_the_system_still_clears_the_memory_of_its_cache(serve: Serve) -> None:
+    server = serve("--kv-cache-bytes", "1GiB")
+    server.start()
+    server.wait_ready()
+    assert server.stop() == 0
+    assert server.leftovers() == []
+
+
 def test_C02_C06_kill_9_of_everything_leaves_no_process_and_the_next_start_works(serve: Serve, model, prompts: Prompts) -> None:
     server = serve(*SMALL)
     for _ in range(3):

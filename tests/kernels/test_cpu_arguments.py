@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from twinplane.kernels import _cpu
@@ -146,13 +147,26 @@ def test_elementwise_kernels_name_the_argument() -> None:
     refused("^logits has no columns", _cpu.argmax, torch.zeros(2, 0), torch.zeros(2, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("size", [0, 1, 5, (3 << 20) + 7, (8 << 20) + 1])
-def test_clear_reaches_every_byte_and_no_other(size: int, dtype: torch.dtype) -> None:
-    array = torch.ones(size + 2, dtype=dtype)
-    _cpu.clear(array[1 : size + 1])
-    assert not array[1 : size + 1].any() and array[0] == 1 == array[-1]
+@pytest.mark.parametrize("size", [0, 1, 5, (3 << 20) + 7])
+def test_populate_keeps_what_an_array_holds(size: int) -> None:
+    array = torch.arange(size + 2, dtype=torch.int32)
+    assert _cpu.populate(array[1 : size + 1])
+    assert torch.equal(array, torch.arange(size + 2, dtype=torch.int32))
 
 
-def test_clear_takes_whole_arrays_only() -> None:
-    refused("^array must be contiguous", _cpu.clear, torch.zeros(4, 4).T[:, :2])
+def test_populate_takes_whole_arrays_only() -> None:
+    refused("^array must be contiguous", _cpu.populate, torch.zeros(4, 4).T[:, :2])
+
+
+def test_a_cache_is_zero_and_has_memory_only_when_it_is_populated() -> None:
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    before = resident()
+    k, v = ops.allocate_kv(256, 8, 16, 512, 512, torch.float32, "cpu")
+    nbytes = k.nbytes + v.nbytes
+    assert nbytes == 128 << 20 and resident() - before < nbytes / 4
+    k[3] = 7
+    assert _cpu.populate(k) and _cpu.populate(v)
+    assert resident() - before > nbytes * 3 / 4
+    assert (k[3] == 7).all() and not k[4:].any() and not k[:3].any() and not v.any()
