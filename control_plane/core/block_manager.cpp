@@ -114,7 +114,9 @@ BlockId BlockManager::grow(Sequence& sequence) {
   assert(sequence.num_blocks < sequence.block_capacity);
   if (pool_.free() == BlockCount{0}) {
     // A few at a time: the end of a run is one cache line, and each look at another run is some misses.
-    for (uint32_t i = 0; i < evicted_at_once_ && tree_.cached() != BlockCount{0}; ++i) tree_.evict();
+    for (BlockCount left{evicted_at_once_}; left != BlockCount{0} && tree_.cached() != BlockCount{0};) {
+      left -= tree_.evict(left);
+    }
   }
   const BlockId block = pool_.acquire();
   sequence.blocks[sequence.num_blocks.value] = block;

@@ -32,6 +32,11 @@ class BlockManager {
   // computing gives logits. `now`: the step being planned.
   Match find(const Sequence& sequence, StepSeq now) const;
 
+  // find() will be asked about the sequence soon.
+  void prefetch_find(const Sequence& sequence) const {
+    if (sequence.prompt_tokens >= block_size_) tree_.prefetch_match(sequence.params.cache_key, sequence.tokens);
+  }
+
   // Somebody on the device is about to compute the block that follows the match: worth waiting for.
   bool is_being_computed(const Sequence& sequence, const Match& match) const;
 

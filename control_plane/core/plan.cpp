@@ -118,7 +118,9 @@ void Planner::deal_to(const State& state, size_t i) {
     plan_.moves_beams = plan_.moves_beams || is_moving;
     budget_->take_decode(sequence, {sequence.needs_block(state.session.pool.block_size) || is_moving});
     plan_.decodes.push_back({&sequence, TokenCount{1}});
-  } else if (sequence.distance() > TokenCount{1} && !sequence.ends_in_flight() && !sequence.is_following) {
+  } else if (sequence.ends_in_flight()) {
+    sequence.prefetch_whole();  // the next result ends it
+  } else if (sequence.distance() > TokenCount{1} && !sequence.is_following) {
     behind_.push_back(i);
   }
 }
@@ -198,6 +200,7 @@ std::optional<Admission> Planner::next_admission(const State& state) {
       continue;
     }
     const size_t overtakes = find_better_cached(state, chosen);
+    prefetch_upcoming(state);
     has_offered_ = true;
     swapped_in_ += chosen.need.swaps;
     budget_->take_opening(chosen.need.blocks, chosen.need.words);
@@ -206,6 +209,12 @@ std::optional<Admission> Planner::next_admission(const State& state) {
                      overtakes};
   }
   return std::nullopt;
+}
+
+// Those who come next, in this pass or a later one, lie in no cache: they were written when they came.
+void Planner::prefetch_upcoming(const State& state) const {
+  if (const Sequence* const later = turns_.upcoming(2)) later->prefetch_whole();
+  if (const Sequence* const next = turns_.upcoming(1)) state.session.blocks.prefetch_find(*next);
 }
 
 // Of the equals of `chosen`, which has the turn and fits, the one of which the cache has the most comes in, if it fits

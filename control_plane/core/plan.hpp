@@ -109,6 +109,7 @@ class Planner {
   Candidate look_at(const State& state, Sequence& sequence) const;
   Verdict judge(const State& state, Candidate& candidate) const;
   bool is_hopeless(const State& state, Candidate& candidate) const;
+  void prefetch_upcoming(const State& state) const;
   size_t find_better_cached(const State& state, Candidate& chosen);
   TokenCount cached_of(const State& state, Sequence& sequence);
 

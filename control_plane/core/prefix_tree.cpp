@@ -50,8 +50,8 @@ uint64_t PrefixTree::hash_of(uint32_t parent, const Namespace& key, const int32_
   return mix(h, h >> 32) & hash_mask_;
 }
 
-uint32_t PrefixTree::find_child(uint32_t parent, const Namespace& key, const int32_t* block) const {
-  const uint64_t hash = hash_of(parent, key, block);
+// The child that begins with the block, whose hash is hash_of(parent, key, block).
+uint32_t PrefixTree::find_child(uint32_t parent, const Namespace& key, const int32_t* block, uint64_t hash) const {
   const size_t mask = table_.size() - 1;
   for (size_t i = hash & mask; table_[i].node != kNone; i = (i + 1) & mask) {
     if (table_[i].hash != hash) continue;
@@ -84,7 +84,8 @@ Match PrefixTree::match(const Namespace& key, std::span<const int32_t> tokens, S
   uint32_t node = kRootNode.value;
   std::span<const int32_t> rest = tokens;
   for (;;) {
-    const uint32_t child = rest.size() >= block_size_ ? find_child(node, key, rest.data()) : kNone;
+    const uint32_t child =
+        rest.size() >= block_size_ ? find_child(node, key, rest.data(), hash_of(node, key, rest.data())) : kNone;
     if (child == kNone) {
       find_partial(node, key, rest, now, match);
       return match;
@@ -235,7 +236,7 @@ void PrefixTree::held_down(uint32_t id) {
     const uint32_t parent = nodes_[id].parent;
     held_ -= {nodes_[id].size};
     if (nodes_[id].is_stale) {
-      drop_blocks(nodes_[id]);
+      drop_blocks(nodes_[id], nodes_[id].size);
       remove(id);
     } else {
       list_push(id);
@@ -251,18 +252,18 @@ void PrefixTree::held_down(uint32_t id) {
 PrefixTree::Appended PrefixTree::append(NodeId at, const Namespace& key, const int32_t* tokens, const BlockId* blocks,
                                         BlockCount from, BlockCount to, StepSeq now) {
   const auto tokens_at = [&](BlockCount block) { return tokens + size_t{block.value} * block_size_; };
-  // A forgotten path grows no more: nobody could find what hangs on it.
-  if (from == to || nodes_[at.value].is_stale || find_child(at.value, key, tokens_at(from)) != kNone) {
-    return {at, from};
-  }
   Node& node = nodes_[at.value];
+  // A forgotten path grows no more: nobody could find what hangs on it.
+  if (from == to || node.is_stale) return {at, from};
   const bool is_only_mine = at != kRootNode && node.pins == 1 && node.cooling == 0 && node.first_child == kNone;
   if (is_only_mine && extend(node, tokens_at(from), blocks + from.value, (to - from).value)) {
     node.filled = now;
     return {at, to};
   }
   while (from < to) {
-    const uint32_t child = make_node(at.value, key, tokens_at(from), blocks + from.value, (to - from).value);
+    const uint64_t hash = hash_of(at.value, key, tokens_at(from));
+    if (find_child(at.value, key, tokens_at(from), hash) != kNone) break;
+    const uint32_t child = make_node(at.value, key, hash, tokens_at(from), blocks + from.value, (to - from).value);
     if (child == kNone) break;
     nodes_[child].filled = now;
     add_pin({child});
@@ -301,8 +302,8 @@ bool PrefixTree::extend(Node& node, const int32_t* tokens, const BlockId* blocks
 
 // A new child with the first blocks of `blocks`, as many as there is room for; unheld, and in no list yet: the caller
 // pins it at once. kNone if there is no room at all.
-uint32_t PrefixTree::make_node(uint32_t parent, const Namespace& key, const int32_t* tokens, const BlockId* blocks,
-                               uint32_t count) {
+uint32_t PrefixTree::make_node(uint32_t parent, const Namespace& key, uint64_t hash, const int32_t* tokens,
+                               const BlockId* blocks, uint32_t count) {
   if (free_nodes_.empty()) return kNone;
   const Extent extent = arena_.allocate(count);
   if (extent.capacity == 0) return kNone;
@@ -312,7 +313,7 @@ uint32_t PrefixTree::make_node(uint32_t parent, const Namespace& key, const int3
   node.extent = extent;
   node.size = std::min(count, extent.capacity);
   node.key = key;
-  node.hash = hash_of(parent, key, tokens);
+  node.hash = hash;
   write_run(node, 0, tokens, blocks, node.size);
   adopt_child(parent, id);
   table_insert(id);
@@ -379,25 +380,35 @@ bool PrefixTree::move_run(Node& node, uint32_t capacity) {
 
 // --- shrinking -------------------------------------------------------------------------------------------------------
 
-void PrefixTree::evict() {
-  assert(oldest_ != kNone);
-  Node& node = nodes_[oldest_];
+BlockCount PrefixTree::evict(BlockCount most) {
+  assert(oldest_ != kNone && most != BlockCount{0});
+  const uint32_t id = oldest_;
+  Node& node = nodes_[id];
   assert(node.first_child == kNone && !node.is_held());
-  --node.size;
-  --total_;
-  pool_.put(*arena_.blocks(node.slot() + node.size));
+  const BlockCount dropped{std::min(most.value, node.size)};
+  drop_blocks(node, dropped.value);
   if (node.size == 0) {
-    const uint32_t id = oldest_;
     list_remove(id);
     remove(id);
   } else {
     shrink(node);
+    prefetch_removal(node);
   }
+  return dropped;
 }
 
-void PrefixTree::drop_blocks(Node& node) {
-  total_ -= {node.size};
-  while (node.size != 0) pool_.put(*arena_.blocks(node.slot() + --node.size));
+// The last `count` blocks of the run.
+void PrefixTree::drop_blocks(Node& node, uint32_t count) {
+  total_ -= {count};
+  for (; count != 0; --count) pool_.put(*arena_.blocks(node.slot() + --node.size));
+}
+
+// The node is next to go: what remove() will look at, each a cache miss, and then one behind the other.
+void PrefixTree::prefetch_removal(const Node& node) const {
+  __builtin_prefetch(&table_[node.hash & (table_.size() - 1)]);
+  for (const uint32_t neighbour : {node.newer, node.previous_sibling, node.next_sibling}) {
+    if (neighbour != kNone) __builtin_prefetch(&nodes_[neighbour], 1);
+  }
 }
 
 // An empty leaf goes.
@@ -411,7 +422,7 @@ void PrefixTree::remove(uint32_t id) {
 }
 
 void PrefixTree::reset() {
-  while (oldest_ != kNone) evict();
+  while (oldest_ != kNone) evict({nodes_[oldest_].size});
   for (uint32_t id = 1; id < nodes_.size(); ++id) {
     Node& node = nodes_[id];
     if (node.size == 0 || node.is_stale) continue;
@@ -502,7 +513,8 @@ std::string PrefixTree::check(const std::function<void(BlockId)>& visit) const {
     if (node.is_held()) held += {node.size}, ++held_children[node.parent];
     extents[node.extent.slot] = node.extent.capacity;
     if (node.begin + node.size > node.extent.capacity) wrong << "node " << id << " overflows its extent; ";
-    if (!node.is_stale && find_child(node.parent, node.key, arena_.tokens(node.slot())) != id) {
+    const int32_t* const begin = arena_.tokens(node.slot());
+    if (!node.is_stale && find_child(node.parent, node.key, begin, hash_of(node.parent, node.key, begin)) != id) {
       wrong << "node " << id << " is not found by its tokens; ";
     }
   }

@@ -68,6 +68,11 @@ class PrefixTree {
   // before the KV a step writes.
   Match match(const Namespace& key, std::span<const int32_t> tokens, StepSeq now) const;
 
+  // Asks for the memory that match() begins with. `block`: the first of the tokens.
+  void prefetch_match(const Namespace& key, const int32_t* block) const {
+    __builtin_prefetch(&table_[hash_of(kRootNode.value, key, block) & (table_.size() - 1)]);
+  }
+
   // Pins what matched, and writes its block ids to `blocks`; the node that now ends where the match does.
   NodeId pin(const Match& match, BlockId* blocks);
   // Pins the first `blocks` blocks of a path that is pinned: it is `path` blocks long and ends at `end`. Also of a path
@@ -89,8 +94,9 @@ class PrefixTree {
   Appended append(NodeId node, const Namespace& key, const int32_t* tokens, const BlockId* blocks, BlockCount from,
                   BlockCount to, StepSeq now);
 
-  // The least recently used block goes back to the pool. cached() must not be 0.
-  void evict();
+  // Of the least recently used run, as many blocks as that has, `most` at most, go back to the pool: how many. cached()
+  // must not be 0.
+  BlockCount evict(BlockCount most);
 
   // Forgets everything: cached blocks go back to the pool; those in use do when they are let go of, and are never
   // matched again.
@@ -140,19 +146,20 @@ class PrefixTree {
   };
 
   uint64_t hash_of(uint32_t parent, const Namespace& key, const int32_t* block) const;
-  uint32_t find_child(uint32_t parent, const Namespace& key, const int32_t* block) const;
+  uint32_t find_child(uint32_t parent, const Namespace& key, const int32_t* block, uint64_t hash) const;
   void find_partial(uint32_t parent, const Namespace& key, std::span<const int32_t> rest, StepSeq now,
                     Match& match) const;
   void offer_partial(uint32_t node, uint32_t at, std::span<const int32_t> rest, StepSeq now, Match& match) const;
   uint32_t common_blocks(const Node& node, const int32_t* tokens, uint32_t most) const;
   uint32_t split(uint32_t node, uint32_t at);
-  uint32_t make_node(uint32_t parent, const Namespace& key, const int32_t* tokens, const BlockId* blocks,
+  uint32_t make_node(uint32_t parent, const Namespace& key, uint64_t hash, const int32_t* tokens, const BlockId* blocks,
                      uint32_t count);
   void shrink(Node& node) { arena_.shrink(node.extent, node.begin, node.size); }
   bool move_run(Node& node, uint32_t capacity);
   bool extend(Node& node, const int32_t* tokens, const BlockId* blocks, uint32_t count);
   void remove(uint32_t node);
-  void drop_blocks(Node& node);
+  void prefetch_removal(const Node& node) const;
+  void drop_blocks(Node& node, uint32_t count);
   void write_run(const Node& node, uint32_t at, const int32_t* tokens, const BlockId* blocks, uint32_t count);
 
   void add_pin(NodeId node);

@@ -155,6 +155,13 @@ struct alignas(64) Sequence {
   // every plan reads, and what else every token writes.
   void prefetch_progress() const { __builtin_prefetch(this, 1); }
   void prefetch_news() const { __builtin_prefetch(&published, 1); }
+  // All of it, the arrays' beginnings included: it is about to come in, or to end.
+  void prefetch_whole() const {
+    constexpr size_t kLine = 64;
+    const auto* const begin = reinterpret_cast<const std::byte*>(this);
+    for (size_t at = 0; at < sizeof(Sequence) + kLine; at += kLine) __builtin_prefetch(begin + at, 1, 2);
+    __builtin_prefetch(tokens);
+  }
   // The places append() writes to. Reads the sequence itself, so that should have been prefetched before.
   void prefetch_places() const {
     __builtin_prefetch(tokens + num_tokens.value, 1);

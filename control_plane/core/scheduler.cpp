@@ -99,11 +99,11 @@ void Scheduler::accept(std::unique_ptr<Sequence> owned) {
 
 // A newcomer takes its place in the queue; those of a group one behind the other.
 Sequence& Scheduler::enroll(std::unique_ptr<Sequence> owned) {
+  population_.sequences.prefetch(owned->id);
   owned->arrival = next_arrival_++;
-  Sequence& sequence = population_.sequences.insert(std::move(owned));
-  line_up(sequence);
-  population_.deadlines.insert(sequence);
-  return sequence;
+  line_up(*owned);
+  population_.deadlines.insert(*owned);
+  return population_.sequences.insert(std::move(owned));
 }
 
 // A newcomer takes its place in the queue.
@@ -170,6 +170,7 @@ void Scheduler::end(Sequence& sequence, FinishReason reason) {
 // Every end, in whatever state, for whatever reason. Steps in flight may still name its row and blocks; those retire
 // behind the fence, and the late token finds no owner. Nothing names the sequence itself any more.
 void Scheduler::end_one(Sequence& sequence, FinishReason reason) {
+  population_.sequences.prefetch(sequence.id);
   if (sequence.has_group) leave_group(sequence);
   if (sequence.state == SequenceState::kRunning) {
     population_.running.erase(sequence);

@@ -20,6 +20,9 @@ class SequenceTable {
 
   Sequence* find(RequestId id) const { return slots_[index_of(id)].sequence.get(); }
 
+  // The id will be inserted or taken out soon.
+  void prefetch(RequestId id) const { __builtin_prefetch(&slots_[home_of(id)], 1); }
+
   // The id must be new.
   Sequence& insert(std::unique_ptr<Sequence> sequence) {
     const RequestId id = sequence->id;

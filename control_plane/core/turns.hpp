@@ -38,6 +38,12 @@ class Turns {
     return queues_.empty() ? nullptr : &waiting[place_of(queues_.front())];
   }
 
+  // Who stands so many places behind the last candidate, as long as the line is the order of turns; else null.
+  const Sequence* upcoming(size_t places) const {
+    const size_t at = next_ - 1 + places;
+    return !has_queues_ && at < state_->waiting.size() ? &state_->waiting[at] : nullptr;
+  }
+
   // Where the last candidate stands in the line.
   size_t place() const { return has_queues_ ? place_of(queues_.front()) : next_ - 1; }
 

@@ -180,9 +180,15 @@ class Fuzz {
 
   void evict() {
     const size_t before = pool_.free_blocks().size();
-    tree_.evict();
-    require(pool_.free_blocks().size() == before + 1, "one block comes back");
-    const uint32_t block = pool_.free_blocks().back().value;
+    const BlockCount most{1 + roll(3)};
+    const BlockCount evicted = tree_.evict(most);
+    require(evicted.value != 0 && evicted <= most, "some blocks go, and no more than asked for");
+    require(pool_.free_blocks().size() == before + evicted.value, "as many come back");
+    for (size_t i = before; i < pool_.free_blocks().size(); ++i) forget(pool_.free_blocks()[i].value);
+  }
+
+  // The block was evicted.
+  void forget(uint32_t block) {
     for (auto it = known_.begin(); it != known_.end(); ++it) {
       if (it->second != block) continue;
       const Prefix gone = it->first;
