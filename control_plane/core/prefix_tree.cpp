@@ -392,8 +392,8 @@ BlockCount PrefixTree::evict(BlockCount most) {
     remove(id);
   } else {
     shrink(node);
-    prefetch_removal(node);
   }
+  prefetch_eviction();
   return dropped;
 }
 
@@ -403,8 +403,11 @@ void PrefixTree::drop_blocks(Node& node, uint32_t count) {
   for (; count != 0; --count) pool_.put(*arena_.blocks(node.slot() + --node.size));
 }
 
-// The node is next to go: what remove() will look at, each a cache miss, and then one behind the other.
-void PrefixTree::prefetch_removal(const Node& node) const {
+// What the next evict() will look at: each is a cache miss, and there they would come one behind the other.
+void PrefixTree::prefetch_eviction() const {
+  if (oldest_ == kNone) return;
+  const Node& node = nodes_[oldest_];
+  __builtin_prefetch(arena_.blocks(node.slot() + node.size - 1));
   __builtin_prefetch(&table_[node.hash & (table_.size() - 1)]);
   for (const uint32_t neighbour : {node.newer, node.previous_sibling, node.next_sibling}) {
     if (neighbour != kNone) __builtin_prefetch(&nodes_[neighbour], 1);

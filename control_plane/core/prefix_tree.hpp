@@ -158,7 +158,7 @@ class PrefixTree {
   bool move_run(Node& node, uint32_t capacity);
   bool extend(Node& node, const int32_t* tokens, const BlockId* blocks, uint32_t count);
   void remove(uint32_t node);
-  void prefetch_removal(const Node& node) const;
+  void prefetch_eviction() const;
   void drop_blocks(Node& node, uint32_t count);
   void write_run(const Node& node, uint32_t at, const int32_t* tokens, const BlockId* blocks, uint32_t count);
 

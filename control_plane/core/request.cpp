@@ -31,6 +31,10 @@ std::vector<StopToken> sorted_stops(const RequestParams& params) {
 
 }  // namespace
 
+// What every tick touches of a running sequence is two cache lines of it.
+static_assert(offsetof(Sequence, is_following) < 64 && offsetof(Sequence, published) == 64);
+static_assert(offsetof(Sequence, arrival) + sizeof(uint64_t) <= 128);
+
 WordCount extra_words(const RequestParams& params, TokenCount prompt_tokens, TokenCount emitted) {
   const Sampling& sampling = params.sampling;
   uint32_t words = record(2 * sampling.logit_bias.size()) + record(sampling.allowed_token_ids.size());

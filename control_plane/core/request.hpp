@@ -162,10 +162,12 @@ struct alignas(64) Sequence {
     for (size_t at = 0; at < sizeof(Sequence) + kLine; at += kLine) __builtin_prefetch(begin + at, 1, 2);
     __builtin_prefetch(tokens);
   }
-  // The places append() writes to. Reads the sequence itself, so that should have been prefetched before.
+  // The places append() writes to, a little ahead: a line that is new comes from far, and is wanted only some tokens
+  // later. Reads the sequence itself, so that should have been prefetched before.
   void prefetch_places() const {
-    __builtin_prefetch(tokens + num_tokens.value, 1);
-    if (choices != nullptr) __builtin_prefetch(choices + emitted().value, 1);
+    constexpr uint32_t kAhead = 2;
+    __builtin_prefetch(tokens + num_tokens.value + kAhead, 1);
+    if (choices != nullptr) __builtin_prefetch(choices + emitted().value + kAhead, 1);
   }
 
   // Makes the block lists long enough for another block size. Allocates only if that is smaller than the last one.
@@ -188,28 +190,27 @@ struct alignas(64) Sequence {
   bool has_group = false;
   bool is_following = false;  // its prompt is being computed by the first of its group
 
-  // --- second cache line: handing tokens over ----------------------------------------------------------------------
+  // --- second cache line: handing tokens over, and the place in a line ---------------------------------------------
   alignas(64) std::atomic<uint32_t> published{0};  // output tokens the poller may read
   std::atomic<uint32_t> handoff{0};                // see event_queue.hpp
   Sequence* next_event = nullptr;                  // link; belongs to whoever the handoff says
   uint64_t batch = 0;                              // of events, the last one it was in
-  Sequence* next_to_look_at = nullptr;             // link of those in doubt
   uint32_t reported = 0;                           // output tokens the poller has reported; the poller's alone
   bool is_to_look_at = false;                      // is in doubt
-  // Read by the poller with the last event only: written for the last time before the end is announced.
-  FinishReason finish = FinishReason::kNone;
-  int32_t match = -1;
+  FinishReason finish = FinishReason::kNone;       // for the poller; with the last event only, as the next one is
   Nanos last_token;
   uint64_t stop_filter = 0;  // two bits for each stop token: most tokens need no look at `stops`
+  uint64_t order = 0;        // place in a line, before arrival
+  uint64_t arrival = 0;      // kept for life, whatever happens (A05)
 
   // --- the rest: coming, going, and what the poller may read with any event, because it is final before the first
   // token is published
   std::vector<StopToken> stops;  // sorted by token
   TokenCount stops_from;         // output tokens before a stop token counts (min_tokens)
   RequestId id;
-  uint64_t order = 0;  // place in a line, before arrival
+  int32_t match = -1;                   // the token that ended it; for the poller, with the last event only
+  Sequence* next_to_look_at = nullptr;  // link of those in doubt, see event_queue.hpp
   TenantId tenant{0};
-  uint64_t arrival = 0;          // kept for life, whatever happens (A05)
   uint32_t deadline_ticket = 0;  // its number among those with deadlines
   TokenCount queued_tokens;      // what it counts for in the bound of the waiting queue
   BlockCount block_capacity;     // length of `blocks` and `saved`: blocks_for(kv_limit)
