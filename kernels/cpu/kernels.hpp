@@ -14,7 +14,7 @@ namespace twinplane::kernels {
 inline constexpr int64_t kLanes = 16;        // of the vector the kernels are written in, on any processor
 inline constexpr int64_t kGroup = 32;        // weights per group of the quantized formats (formats.hpp)
 inline constexpr int64_t kTileRows = 16;     // rows of x that are quantized together
-inline constexpr int64_t kPanelRows = 96;    // rows of x that one panel product takes at most (a multiple of kTileRows)
+inline constexpr int64_t kPanelRows = 288;   // rows of x that one panel product takes at most (a multiple of kTileRows)
 inline constexpr int64_t kDepthBlock = 256;  // K is walked in steps of this (a multiple of kGroup)
 inline constexpr int64_t kMaxPanelColumns = 32;
 inline constexpr int64_t kAttentionSplit = 256;  // keys per partition of the softmax

@@ -11,10 +11,10 @@
 namespace twinplane::kernels {
 namespace {
 
-// A tile of few rows should stream at least so much weight, or claiming tiles costs more than it balances ...
-constexpr size_t kTileBytes = 64 * 1024;
-// ... but each thread should find so many tiles, or the last one is waited for.
+// Each thread should find so many tiles, or the last one is waited for. Otherwise they should be large: a panel comes
+// from memory once for all rows of a tile, and with few rows it takes some weight to be worth claiming a tile.
 constexpr int64_t kTilesPerThread = 6;
+constexpr size_t kTileBytes = 64 * 1024;
 // Quantizing x is shared out by so many floats: less is done faster than a thread is told about it.
 constexpr int64_t kFloatsPerTile = 16 * 1024;
 
@@ -176,11 +176,13 @@ struct TilePlan {
 
 // `strip_rows`: how many rows the kernels like to take at once.
 TilePlan plan_tiles(int64_t rows, int64_t panels, size_t panel_bytes, int64_t strip_rows, int threads) {
-  const int64_t row_tiles = ceil_div(rows, kPanelRows);
+  const int64_t strips = ceil_div(rows, strip_rows);
+  const int64_t balanced = std::min(strips, ceil_div(threads * kTilesPerThread, panels));
+  const int64_t row_tiles = std::max(ceil_div(rows, kPanelRows), balanced);
   // Evenly cut, in whole strips.
-  const int64_t per_tile = std::min(kPanelRows, ceil_div(ceil_div(rows, row_tiles), strip_rows) * strip_rows);
+  const int64_t per_tile = std::min(kPanelRows, ceil_div(strips, row_tiles) * strip_rows);
   int64_t panels_per_tile = 1;
-  if (row_tiles == 1 && rows <= strip_rows) {
+  if (rows <= strip_rows) {
     panels_per_tile = std::clamp<int64_t>(static_cast<int64_t>(kTileBytes / std::max<size_t>(panel_bytes, 1)), 1,
                                           std::max<int64_t>(1, panels / (threads * kTilesPerThread)));
   }
