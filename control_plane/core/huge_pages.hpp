@@ -1,8 +1,8 @@
-// Memory in huge pages, and a heap of such memory for requests.
+// Memory in huge pages.
 //
-// A tick looks at some bytes of every running request. In pages of 4 KiB those lie on more pages than the processor
-// remembers the addresses of, and each look then waits for the page tables as well; in pages of 2 MiB they do not.
-// Where the kernel gives none (it is asked by madvise), this is memory like any other.
+// A tick looks at some bytes of every running request, and at some of the prefix tree. In pages of 4 KiB those lie on
+// more pages than the processor remembers the addresses of, and each look then waits for the page tables as well; in
+// pages of 2 MiB they do not. Where the kernel gives none (it is asked by madvise), this is memory like any other.
 #pragma once
 
 #include <cstddef>
@@ -58,20 +58,5 @@ template <typename T>
 HugePageArray<T> make_huge_page_array(size_t count) {
   return HugePageArray<T>(HugePageAllocator<T>().allocate(count), HugePageDelete<T>{count});
 }
-
-// The heap for requests: one piece for each, aligned to a cache line, from any thread. What is longer than
-// kLongestPiece comes from the general heap, because most of it may never be touched, and so does everything under a
-// sanitizer, which could not tell a piece that is used after it was freed. Memory is kept for the next request and
-// never given back, so it is what the most requests at once have needed.
-namespace request_heap {
-
-inline constexpr size_t kLongestPiece = size_t{64} << 10;
-
-// Throws std::bad_alloc.
-void* allocate(size_t bytes);
-// `bytes` as it was allocated.
-void free(void* at, size_t bytes) noexcept;
-
-}  // namespace request_heap
 
 }  // namespace twinplane::core

@@ -4,7 +4,7 @@
 #include <cassert>
 #include <cstddef>
 
-#include "control_plane/core/huge_pages.hpp"
+#include "control_plane/core/request_heap.hpp"
 
 namespace twinplane::core {
 namespace {
@@ -73,11 +73,11 @@ struct Sequence::Layout {
 std::unique_ptr<Sequence> Sequence::make(RequestId request, std::span<const int32_t> prompt, RequestParams params,
                                          TokenCount block_size, Nanos now) {
   const Layout layout({static_cast<uint32_t>(prompt.size())}, params, block_size);
-  void* const piece = request_heap::allocate(layout.bytes);
+  void* const piece = allocate_request(layout.bytes);
   try {
     return std::unique_ptr<Sequence>(new (piece) Sequence(request, prompt, std::move(params), layout, now));
   } catch (...) {
-    request_heap::free(piece, layout.bytes);
+    free_request(piece, layout.bytes);
     throw;
   }
 }
@@ -85,7 +85,7 @@ std::unique_ptr<Sequence> Sequence::make(RequestId request, std::span<const int3
 void Sequence::operator delete(Sequence* sequence, std::destroying_delete_t) {
   const size_t bytes = sequence->bytes;
   sequence->~Sequence();
-  request_heap::free(sequence, bytes);
+  free_request(sequence, bytes);
 }
 
 Sequence::Sequence(RequestId request, std::span<const int32_t> prompt, RequestParams request_params,

@@ -63,6 +63,12 @@ def test_the_prefix_tree_short_of_memory_for_runs_keeps_less_and_splits_all_the_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_the_heap_for_requests_never_gives_a_piece_twice_and_uses_it_again() -> None:
+    sanitized("address", "request_heap_fuzz", "1", "20")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_the_engine_thread_under_fire_under_sanitizer(sanitizer: str) -> None:
     sanitized(sanitizer, "engine_stress", "5")
