@@ -34,9 +34,9 @@ class RequestHeap {
     Piece* next;
   };
 
-  // Pieces come in sizes of so many cache lines: four sizes to each doubling, so that about a quarter is wasted at most,
-  // and all of them odd. Were they even, the first lines of all requests, which are the ones every tick looks at, would
-  // share a few sets of the caches.
+  // Pieces come in sizes of so many cache lines: four sizes to each doubling, so that about a quarter is wasted at
+  // most, and all of them odd. Were they even, the first lines of all requests, which are the ones every tick looks at,
+  // would share a few sets of the caches.
   static constexpr size_t lines_of(size_t bytes) {
     const size_t lines = (bytes + kLineBytes - 1) / kLineBytes;
     const size_t unit = std::bit_ceil(lines + 1) / 8;
