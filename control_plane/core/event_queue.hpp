@@ -20,8 +20,8 @@
 //       was not QUEUED: chain it
 //       never touch it again
 //
-// QUEUED clear ([E2], [E6]): the poller is done with the sequence until it is in the queue again, so the link is the
-// core's, and a plain store sets the bit. [E1] is then seen through the queue.
+// QUEUED clear ([E2], [E6]): the poller has read the link, and neither it nor `handoff` is the poller's to touch until
+// the sequence is in the queue again. So a plain store sets the bit, and [E1] is seen through the queue.
 // QUEUED set, after the fence ([E6]): [E3] is yet to come, behind the fence in the order of all that is seq_cst, so
 // [E4] sees what [E1] wrote. Without the fence ([E2]) that is not known. Most are not in the queue, and need none.
 // [E7] before [E3]: the sequence was in the queue, the core chains nothing, the poller sees FINISHED and deletes.
@@ -31,7 +31,8 @@
 // What the poller has reported just now may be announced again: that visit finds nothing new.
 //
 // Why ends wait for the batch: from [E7] on the sequence may be gone, and with it its group, which the core may be
-// walking through. Why one fence for all: it waits for the stores before it, which are cache misses.
+// walking through. Why one fence for all: it waits for the stores before it, which are cache misses; after each token,
+// it or a locked instruction would take a quarter of the tick.
 #pragma once
 
 #include <atomic>
