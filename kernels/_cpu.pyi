@@ -79,7 +79,7 @@ class PackedLinear:
     @staticmethod
     def from_gguf(
         blocks: Array,
-        kind: Literal["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"],
+        kind: Literal["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"],
         bias: Array | None = None,
         activations: Activations = "float",
     ) -> PackedLinear:

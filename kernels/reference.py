@@ -25,7 +25,7 @@ from torch import Tensor
 KV_GROUP = ("allocate_kv", "write_kv", "rope_write_kv", "paged_attention", "copy_blocks")
 # A packed weight is understood only by its packer.
 LINEAR_GROUP = ("pack_linear", "pack_gguf", "quantize_linear", "concat_linears", "linear", "linear_silu_mul", "gather")
-GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")  # block types `pack_gguf` takes
+GGUF_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")  # block types `pack_gguf` takes
 OPERATIONS = (
     "rms_norm",
     "add_rms_norm",

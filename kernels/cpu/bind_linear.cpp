@@ -31,6 +31,10 @@ const char* kind_name(WeightKind kind) {
       return "Q4_0";
     case WeightKind::kQ4_1:
       return "Q4_1";
+    case WeightKind::kQ5_0:
+      return "Q5_0";
+    case WeightKind::kQ5_1:
+      return "Q5_1";
     case WeightKind::kQ4_K:
       return "Q4_K";
     case WeightKind::kQ5_K:
@@ -103,8 +107,9 @@ PackedLinear pack(nb::handle weight, const nb::object& bias, const nb::object& d
 
 PackedLinear pack_gguf(nb::handle blocks, const std::string& kind_text, const nb::object& bias,
                        const std::string& activations_text) {
-  const WeightKind kind = parse_kind(kind_text, {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1,
-                                                 WeightKind::kQ4_K, WeightKind::kQ5_K, WeightKind::kQ6_K});
+  const WeightKind kind =
+      parse_kind(kind_text, {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1, WeightKind::kQ5_0,
+                             WeightKind::kQ5_1, WeightKind::kQ4_K, WeightKind::kQ5_K, WeightKind::kQ6_K});
   const Activations activations = parse_activations(activations_text);
   const Array b(blocks, "blocks");
   b.of({Dtype::kUint8}).shaped({kAny, kAny}, "[N, bytes of a row's blocks]").contiguous();

@@ -10,8 +10,8 @@ namespace {
 
 // ---- GGUF's side (ggml's block_q8_0 ... block_q6_K)
 
-// Number k (0 .. 31) of group g of a block, as stored. Q4 blocks of 32 hold k and k + 16 in the halves of one byte;
-// K-quants hold number k of two groups in them.
+// Number k (0 .. 31) of group g of a block, as stored. Blocks of 32 with fewer bits than 8 hold k and k + 16 in the
+// halves of one byte; K-quants hold number k of two groups in them.
 uint8_t stored_number(const uint8_t* block, WeightKind kind, int64_t g, int64_t k) {
   const auto half = [](uint8_t byte, bool high) { return static_cast<uint8_t>(high ? byte >> 4 : byte & 15); };
   switch (kind) {
@@ -21,6 +21,11 @@ uint8_t stored_number(const uint8_t* block, WeightKind kind, int64_t g, int64_t 
       return half(block[2 + k % 16], k >= 16);
     case WeightKind::kQ4_1:
       return half(block[4 + k % 16], k >= 16);
+    case WeightKind::kQ5_0:
+    case WeightKind::kQ5_1: {  // d, m of Q5_1, fifth bits, numbers
+      const uint8_t* fifth = block + (kind == WeightKind::kQ5_0 ? 2 : 4);
+      return static_cast<uint8_t>(half(fifth[4 + k % 16], k >= 16) | (fifth[k / 8] >> k % 8 & 1) << 4);
+    }
     case WeightKind::kQ4_K:  // d, dmin, 12 bytes of scales, numbers
       return half(block[16 + g / 2 * 32 + k], g % 2 == 1);
     case WeightKind::kQ5_K:  // d, dmin, 12 bytes of scales, fifth bits, numbers
@@ -72,8 +77,9 @@ void store_number(uint8_t* words, WeightKind kind, int64_t k, int64_t c, int64_t
   if (kind == WeightKind::kQ8_0) return add_bits(words, t, c, columns, static_cast<uint32_t>(number) << byte);
   add_bits(words, t / 2, c, columns, (number & 15u) << (byte + 4 * (t % 2)));
   const uint32_t high = number >> 4;
-  if (kind == WeightKind::kQ5_K) add_bits(words, 4, c, columns, high << (byte + t));
-  if (kind == WeightKind::kQ6_K) add_bits(words, 4 + t / 4, c, columns, high << (byte + 2 * (t % 4)));
+  const int64_t bits = format_of(kind).words;
+  if (bits == 5) add_bits(words, 4, c, columns, high << (byte + t));
+  if (bits == 6) add_bits(words, 4 + t / 4, c, columns, high << (byte + 2 * (t % 4)));
 }
 
 int load_number(const uint8_t* words, WeightKind kind, int64_t k, int64_t c, int64_t columns) {
@@ -81,8 +87,9 @@ int load_number(const uint8_t* words, WeightKind kind, int64_t k, int64_t c, int
   const int64_t byte = 8 * (k % 4);
   if (kind == WeightKind::kQ8_0) return static_cast<int8_t>(load_word(words, t, c, columns) >> byte);
   int number = load_word(words, t / 2, c, columns) >> (byte + 4 * (t % 2)) & 15;
-  if (kind == WeightKind::kQ5_K) number |= (load_word(words, 4, c, columns) >> (byte + t) & 1) << 4;
-  if (kind == WeightKind::kQ6_K) number |= (load_word(words, 4 + t / 4, c, columns) >> (byte + 2 * (t % 4)) & 3) << 4;
+  const int64_t bits = format_of(kind).words;
+  if (bits == 5) number |= (load_word(words, 4, c, columns) >> (byte + t) & 1) << 4;
+  if (bits == 6) number |= (load_word(words, 4 + t / 4, c, columns) >> (byte + 2 * (t % 4)) & 3) << 4;
   return number;
 }
 

@@ -17,7 +17,7 @@
 //
 // What a number q stands for:
 //
-//   Q8_0  d q (signed)      Q4_0  d (q - 8)      Q4_1  d q + m
+//   Q8_0  d q (signed)      Q4_0  d (q - 8)      Q5_0  d (q - 16)      Q4_1, Q5_1  d q + m
 //   Q4_K, Q5_K  (d scale[0]) q - m scale[1]      Q6_K  (d scale[k / 16]) (q - 32)
 #pragma once
 
@@ -33,10 +33,10 @@ struct Format {
   int64_t block_bytes;  // of a block in a GGUF file
   int64_t halves;
   int64_t scales;
-  int64_t words;
-  int offset;    // what is subtracted from a number
-  bool minimum;  // a constant is added to every weight of a group
-  int parts;     // runs of weights of one group with a scale of their own
+  int64_t words;  // as many as a number has bits
+  int offset;     // what is subtracted from a number
+  bool minimum;   // a constant is added to every weight of a group
+  int parts;      // runs of weights of one group with a scale of their own
 
   constexpr int64_t groups() const { return block / kGroup; }
   constexpr int64_t head_bytes(int64_t columns) const { return 2 * halves * columns; }
@@ -55,6 +55,10 @@ static constexpr Format format_of(WeightKind kind) {
       return {32, 18, 1, 0, 4, 8, false, 1};
     case WeightKind::kQ4_1:
       return {32, 20, 2, 0, 4, 0, true, 1};
+    case WeightKind::kQ5_0:
+      return {32, 22, 1, 0, 5, 16, false, 1};
+    case WeightKind::kQ5_1:
+      return {32, 24, 2, 0, 5, 0, true, 1};
     case WeightKind::kQ4_K:
       return {256, 144, 2, 2, 4, 0, true, 1};
     case WeightKind::kQ5_K:

@@ -202,23 +202,7 @@ void tile_product(const IntegerProduct& p) {
 
 void integer_product(const IntegerProduct& p) {
   if (p.rows < kLeastRows) return avx512::kTable.integer_product(p);
-  switch (p.kind) {
-    case WeightKind::kQ8_0:
-      return tile_product<WeightKind::kQ8_0>(p);
-    case WeightKind::kQ4_0:
-      return tile_product<WeightKind::kQ4_0>(p);
-    case WeightKind::kQ4_1:
-      return tile_product<WeightKind::kQ4_1>(p);
-    case WeightKind::kQ4_K:
-      return tile_product<WeightKind::kQ4_K>(p);
-    case WeightKind::kQ5_K:
-      return tile_product<WeightKind::kQ5_K>(p);
-    case WeightKind::kQ6_K:
-      return tile_product<WeightKind::kQ6_K>(p);
-    case WeightKind::kFloat32:
-    case WeightKind::kBfloat16:
-      return;  // not quantized: nobody asks
-  }
+  with_quantized(p.kind, [&](auto kind) { tile_product<kind.value>(p); });
 }
 
 }  // namespace twinplane::kernels::amx

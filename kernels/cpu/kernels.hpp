@@ -27,7 +27,7 @@ struct Fp8 {
   uint8_t bits;
 };
 
-enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K };
+enum class WeightKind : uint8_t { kFloat32, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K };
 enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
 // Each 32 values of a row of x as int8: x[k] is about scale * numbers[k], off by at most scale / 2. The same 32 k of

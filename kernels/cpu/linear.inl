@@ -3,44 +3,13 @@
 namespace twinplane::kernels::TWINPLANE_ISA {
 
 void panel_product(const PanelProduct& p) {
-  switch (p.kind) {
-    case WeightKind::kFloat32:
-      return dense_product<float>(p);
-    case WeightKind::kBfloat16:
-      return dense_product<Bf16>(p);
-    case WeightKind::kQ8_0:
-      return quantized_product<WeightKind::kQ8_0>(p);
-    case WeightKind::kQ4_0:
-      return quantized_product<WeightKind::kQ4_0>(p);
-    case WeightKind::kQ4_1:
-      return quantized_product<WeightKind::kQ4_1>(p);
-    case WeightKind::kQ4_K:
-      return quantized_product<WeightKind::kQ4_K>(p);
-    case WeightKind::kQ5_K:
-      return quantized_product<WeightKind::kQ5_K>(p);
-    case WeightKind::kQ6_K:
-      return quantized_product<WeightKind::kQ6_K>(p);
-  }
+  if (p.kind == WeightKind::kFloat32) return dense_product<float>(p);
+  if (p.kind == WeightKind::kBfloat16) return dense_product<Bf16>(p);
+  with_quantized(p.kind, [&](auto kind) { quantized_product<kind.value>(p); });
 }
 
 void integer_product(const IntegerProduct& p) {
-  switch (p.kind) {
-    case WeightKind::kQ8_0:
-      return integer_strips<WeightKind::kQ8_0>(p);
-    case WeightKind::kQ4_0:
-      return integer_strips<WeightKind::kQ4_0>(p);
-    case WeightKind::kQ4_1:
-      return integer_strips<WeightKind::kQ4_1>(p);
-    case WeightKind::kQ4_K:
-      return integer_strips<WeightKind::kQ4_K>(p);
-    case WeightKind::kQ5_K:
-      return integer_strips<WeightKind::kQ5_K>(p);
-    case WeightKind::kQ6_K:
-      return integer_strips<WeightKind::kQ6_K>(p);
-    case WeightKind::kFloat32:
-    case WeightKind::kBfloat16:
-      return;  // not quantized: nobody asks
-  }
+  with_quantized(p.kind, [&](auto kind) { integer_strips<kind.value>(p); });
 }
 
 // ---- epilogues: 16 columns at a time, the last ones masked

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 QuantizedKind = Literal["Q8_0", "Q4_0", "Q4_1"]
-GGUFKind = Literal["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"]
+GGUFKind = Literal["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 Activations = Literal["float", "int8"]
 
 

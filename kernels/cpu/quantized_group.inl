@@ -2,15 +2,46 @@
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
+template <WeightKind Kind>
+struct KindIs {
+  static constexpr WeightKind value = Kind;
+};
+
+// body(KindIs<kind>{})
+template <class Body>
+TWINPLANE_INLINE inline void with_quantized(WeightKind kind, const Body& body) {
+  switch (kind) {
+    case WeightKind::kQ8_0:
+      return body(KindIs<WeightKind::kQ8_0>{});
+    case WeightKind::kQ4_0:
+      return body(KindIs<WeightKind::kQ4_0>{});
+    case WeightKind::kQ4_1:
+      return body(KindIs<WeightKind::kQ4_1>{});
+    case WeightKind::kQ5_0:
+      return body(KindIs<WeightKind::kQ5_0>{});
+    case WeightKind::kQ5_1:
+      return body(KindIs<WeightKind::kQ5_1>{});
+    case WeightKind::kQ4_K:
+      return body(KindIs<WeightKind::kQ4_K>{});
+    case WeightKind::kQ5_K:
+      return body(KindIs<WeightKind::kQ5_K>{});
+    case WeightKind::kQ6_K:
+      return body(KindIs<WeightKind::kQ6_K>{});
+    case WeightKind::kFloat32:
+    case WeightKind::kBfloat16:
+      return;  // not quantized: nobody asks
+  }
+}
+
 // One group of 32 weights per column: its scales, and its numbers quad by quad.
 template <WeightKind Kind>
 struct QuantizedGroup {
   static constexpr Format kFormat = format_of(Kind);
   static constexpr bool kMinimum = kFormat.minimum;
   static constexpr int kParts = kFormat.parts;
-  static constexpr bool kSigned = Kind == WeightKind::kQ8_0;
+  static constexpr bool kSigned = kFormat.words == 8;
   static constexpr int kQuadsPerWord = kSigned ? 1 : 2;
-  static constexpr int kHighBits = Kind == WeightKind::kQ5_K ? 1 : Kind == WeightKind::kQ6_K ? 2 : 0;
+  static constexpr int kHighBits = kSigned ? 0 : static_cast<int>(kFormat.words) - 4;
   static constexpr int kGreatest = kSigned ? 128 : (16 << kHighBits) - 1;
   static constexpr int64_t kWordBytes = 4 * kPanelColumns;
 

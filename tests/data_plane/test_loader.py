@@ -352,7 +352,7 @@ def test_E13_an_explicit_dtype_is_honoured_and_bfloat16_is_said_to_be_storage(si
     assert chosen.dtype == torch.bfloat16 and "storage only, arithmetic is float32" in chosen.reason
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
 @pytest.mark.parametrize("kernels", [None, "reference"])
 def test_E13_blocks_kept_as_they_are_answer_as_their_dequantized_values(kind, kernels, tmp_path):
     path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType[kind])

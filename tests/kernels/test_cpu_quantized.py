@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from twinplane.kernels import _cpu
 
-BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1")
+BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 KINDS = (*BLOCKS_OF_32, *K_QUANTS)
 Activations = Literal["float", "int8"]
@@ -31,7 +31,7 @@ def random_blocks(kind: str, out_features: int, in_features: int, seed: int = 0)
     weights_per_block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (out_features, in_features // weights_per_block, block_bytes), dtype=np.uint8)
-    halves = 2 if kind in ("Q4_1", "Q4_K", "Q5_K") else 1
+    halves = 2 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
     first = 208 if kind == "Q6_K" else 0
     scales = generator.uniform(-0.02, 0.02, (*blocks.shape[:2], halves)).astype(np.float16)
     blocks[:, :, first : first + 2 * halves] = scales.view(np.uint8).reshape(*blocks.shape[:2], 2 * halves)
@@ -113,7 +113,7 @@ def test_int8_sums_do_not_overflow_at_the_extremes(isa: str, kind: str) -> None:
         blocks = random_blocks(kind, 32, 512)[0].copy()
         weights_per_block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         view = blocks.reshape(32, 512 // weights_per_block, block_bytes)
-        first = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4, "Q4_K": 16, "Q5_K": 16, "Q6_K": 0}[kind]
+        first = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4, "Q5_0": 2, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16, "Q6_K": 0}[kind]
         view[:, :, first : 192 if kind == "Q6_K" else None] = number
         weight = torch.from_numpy(gguf.dequantize(blocks, qtype))
         for x in (torch.full((19, 512), 4.0), torch.full((19, 512), -4.0), torch.tensor([4.0, -4.0]).repeat(19, 256)):
@@ -218,6 +218,6 @@ def test_parts_of_different_instruction_sets_are_refused() -> None:
 
 
 def test_bytes_in_memory_are_those_of_the_file_but_for_the_widened_scales() -> None:
-    per_256 = {"Q8_0": 272, "Q4_0": 144, "Q4_1": 160, "Q4_K": 148, "Q5_K": 180, "Q6_K": 210}
+    per_256 = {"Q8_0": 272, "Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q4_K": 148, "Q5_K": 180, "Q6_K": 210}
     for kind, count in per_256.items():
         assert pack(kind, 64, 512)[0].nbytes == 64 * 2 * count

@@ -221,8 +221,8 @@ int main() {
       linear_rows_agree(kind, 66, 320);
       linear_rows_agree(kind, 33, 32);
     }
-    for (WeightKind kind : {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1, WeightKind::kQ4_K,
-                            WeightKind::kQ5_K, WeightKind::kQ6_K}) {
+    for (WeightKind kind : {WeightKind::kQ8_0, WeightKind::kQ4_0, WeightKind::kQ4_1, WeightKind::kQ5_0,
+                            WeightKind::kQ5_1, WeightKind::kQ4_K, WeightKind::kQ5_K, WeightKind::kQ6_K}) {
       for (auto activations : {kernels::Activations::kFloat, kernels::Activations::kInt8})
         linear_rows_agree(kind, 33, 512, activations);
     }
