@@ -38,13 +38,13 @@ TWINPLANE_INLINE inline void multiply_add(F16 (&c)[Rows][kPanelVectors], const F
 
 template <int Rows, class Weight>
 [[gnu::noinline]] void dense_strip(const Weight* w, int64_t depth, const float* x, int64_t x_stride, float* acc,
-                                   bool first) {
+                                   bool first, Ahead ahead) {
   F16 c[Rows][kPanelVectors];
   load_accumulators<Rows>(c, acc, first);
   const StripRows<Rows> rows(x, x_stride);
   for (int64_t k = 0; k < depth; ++k) {
     F16 line[kPanelVectors];
-    prefetch<kPanelColumns * sizeof(Weight)>(w + k * kPanelColumns);
+    prefetch<kPanelColumns * sizeof(Weight)>(ahead.from + k * ahead.bytes);
     unroll<kPanelVectors>([&](auto v)
                               TWINPLANE_INLINE { line[v.value] = F16::load(w + k * kPanelColumns + v.value * 16); });
     multiply_add<Rows>(c, line, rows, k);
@@ -52,14 +52,22 @@ template <int Rows, class Weight>
   store_accumulators<Rows>(c, acc);
 }
 
-// All rows over k in [0, depth) of a panel of floats, strip by strip.
+// K cut evenly into steps of at most kDepthBlock, in whole groups.
+inline int64_t depth_step(int64_t depth) {
+  const int64_t steps = (depth + kDepthBlock - 1) / kDepthBlock;
+  return ((depth + steps - 1) / steps + kGroup - 1) / kGroup * kGroup;
+}
+
+// All rows over k in [0, depth) of a panel of floats, strip by strip. Afterwards come `bytes` at `next`.
 template <class Weight>
-void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t k0) {
+void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t k0, const void* next, int64_t bytes) {
   const int64_t strips = (p.rows + kStripRows - 1) / kStripRows;
   for (int64_t i = 0, row = 0; i < strips; ++i) {
     const int64_t rows = (p.rows - row + strips - i - 1) / (strips - i);
     with_rows<kStripRows>(rows, [&](auto r) TWINPLANE_INLINE {
-      dense_strip<r.value>(w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0);
+      dense_strip<r.value>(
+          w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0,
+          i == 0 ? ahead_of(w, kPanelColumns * sizeof(Weight)) : share_of(next, bytes, depth, i, strips));
     });
     row += rows;
   }
@@ -68,10 +76,11 @@ void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t
 template <class Weight>
 void dense_product(const PanelProduct& p) {
   const Weight* w = static_cast<const Weight*>(p.panel);
-  if (p.rows <= kStripRows) return dense_strips(w, p.depth, p, 0);
-  for (int64_t k0 = 0; k0 < p.depth; k0 += kDepthBlock) {
-    const int64_t depth = p.depth - k0 < kDepthBlock ? p.depth - k0 : kDepthBlock;
-    dense_strips(w + k0 * kPanelColumns, depth, p, k0);
+  const int64_t step = p.rows <= kStripRows ? p.depth : depth_step(p.depth);
+  for (int64_t k0 = 0; k0 < p.depth; k0 += step) {
+    const int64_t end = k0 + step < p.depth ? k0 + step : p.depth;
+    const void* next = end < p.depth ? w + end * kPanelColumns : p.next;
+    dense_strips(w + k0 * kPanelColumns, end - k0, p, k0, next, step * kPanelColumns * sizeof(Weight));
   }
 }
 

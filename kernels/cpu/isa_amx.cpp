@@ -84,7 +84,7 @@ struct Unpacked {
 
   void fill(const void* panel, int64_t first, int64_t groups) {
     for (int64_t g = 0; g < groups; ++g) {
-      const Group group(static_cast<const uint8_t*>(panel), first + g);
+      const Group group(panel, first + g, kPrefetchBytes);
       unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
         unroll<kParts>([&](auto part)
                            TWINPLANE_INLINE { group.scale[part.value][v.value].store(scale[g][part.value][v.value]); });
@@ -143,7 +143,7 @@ TWINPLANE_INLINE inline void multiply_tiles(const int8_t* x, const void* weights
 // Columns 16 v .. 16 v + 15 of a tile of x, over the groups unpacked.
 template <WeightKind Kind>
 [[gnu::noinline]] void tile_strip(const Unpacked<Kind>& weights, int v, int64_t groups, const ActivationTile* x,
-                                  float* acc) {
+                                  float* acc, Ahead ahead) {
   constexpr int kParts = Unpacked<Kind>::kParts;
   alignas(64) int32_t sums[2][kTileRows][16];
   F16 total[kTileRows];
@@ -152,6 +152,7 @@ template <WeightKind Kind>
   const auto multiply = [&](auto slot, int64_t step) TWINPLANE_INLINE {
     const int64_t g = step / kParts;
     const int64_t part = step % kParts;
+    for (int64_t i = 0; i < ahead.bytes; i += 64) __builtin_prefetch(ahead.from + step * ahead.bytes + i);
     multiply_tiles<slot.value, Unpacked<Kind>::kStride>(x[g].numbers[0] + part * kGroup / kParts,
                                                         weights.tile(g, v, part), sums[slot.value]);
   };
@@ -182,10 +183,16 @@ void tile_product(const IntegerProduct& p) {
   for (int64_t first = 0; first < groups; first += kBlock) {
     const int64_t block = groups - first < kBlock ? groups - first : kBlock;
     weights.fill(p.panel, first, block);
+    constexpr int64_t kBytes = QuantizedGroup<Kind>::kBytes;
+    const int64_t after = first + block;
+    const void* next = after < groups ? static_cast<const char*>(p.panel) + after * kBytes : p.next;
+    const int64_t steps = block * Unpacked<Kind>::kParts;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       for (int v = 0; v < kPanelVectors; ++v) {
+        const Ahead ahead =
+            share_of(next, block * kBytes, steps, tile * kPanelVectors + v + 1, tiles * kPanelVectors + 1);
         tile_strip<Kind>(weights, v, block, p.x + tile * groups + first,
-                         p.acc + tile * kTileRows * kPanelColumns + 16 * v);
+                         p.acc + tile * kTileRows * kPanelColumns + 16 * v, ahead);
       }
     }
   }

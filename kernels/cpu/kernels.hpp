@@ -48,6 +48,7 @@ struct alignas(64) ActivationTile {
 // between them.
 struct PanelProduct {
   const void* panel;  // packed weights, see linear.hpp
+  const void* next;   // the panel that this thread will probably be given next, to be asked for ahead; or this one
   WeightKind kind;
   int64_t depth;  // K
   const float* x;
@@ -61,6 +62,7 @@ struct PanelProduct {
 // of their own) the sum is one of integers, exact; the parts' sums enter acc scaled, in ascending order of k.
 struct IntegerProduct {
   const void* panel;
+  const void* next;  // as above
   WeightKind kind;
   int64_t depth;
   const ActivationTile* x;  // [ceil(rows / kTileRows)][depth / kGroup]

@@ -172,6 +172,10 @@ struct TilePlan {
   int64_t row_tiles;
   int64_t panel_tiles;
   int64_t tiles() const { return row_tiles * panel_tiles; }
+  // The first panel of the tile that the thread of `tile` will probably claim next; `otherwise` if there is none.
+  int64_t panel_after(int64_t tile, int threads, int64_t otherwise) const {
+    return tile + threads < tiles() ? (tile + threads) % panel_tiles * panels_per_tile : otherwise;
+  }
 };
 
 // `strip_rows`: how many rows the kernels like to take at once.
@@ -212,10 +216,11 @@ PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
   return {x, to};
 }
 
-void PackedLinear::multiply(const Panel& panel, const Input& input, int64_t row, int64_t rows, float* acc,
-                            float* unpacked) const {
+void PackedLinear::multiply(const Panel& panel, const Panel& next, const Input& input, int64_t row, int64_t rows,
+                            float* acc, float* unpacked) const {
   if (panel.integer) {
     return kernels_->integer_product({.panel = panel.data,
+                                      .next = next.data,
                                       .kind = panel.kind,
                                       .depth = in_,
                                       .x = input.tiles + row / kTileRows * (in_ / kGroup),
@@ -223,6 +228,7 @@ void PackedLinear::multiply(const Panel& panel, const Input& input, int64_t row,
                                       .acc = acc});
   }
   kernels_->panel_product({.panel = panel.data,
+                           .next = next.data,
                            .kind = panel.kind,
                            .depth = in_,
                            .x = input.x.data + row * input.x.stride,
@@ -243,10 +249,12 @@ void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* 
     const int64_t row = tile / plan.panel_tiles * plan.rows_per_tile;
     const int64_t rows = std::min(plan.rows_per_tile, x.rows - row);
     const int64_t first = tile % plan.panel_tiles * plan.panels_per_tile;
-    for (int64_t p = first; p < std::min(all_panels, first + plan.panels_per_tile); ++p) {
+    const int64_t end = std::min(all_panels, first + plan.panels_per_tile);
+    for (int64_t p = first; p < end; ++p) {
       const Panel& panel = panels_[static_cast<size_t>(p)];
+      const int64_t next = p + 1 < end ? p + 1 : plan.panel_after(tile, pool.threads(), p);
       const int64_t column = panel.column;
-      multiply(panel, from, row, rows, acc, acc + kPanelRows * columns_);
+      multiply(panel, panels_[static_cast<size_t>(next)], from, row, rows, acc, acc + kPanelRows * columns_);
       kernels_->linear_epilogue({.acc = acc,
                                  .rows = rows,
                                  .columns = panel.columns,
@@ -305,10 +313,13 @@ void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, A
     const int64_t row = tile / plan.panel_tiles * plan.rows_per_tile;
     const int64_t rows = std::min(plan.rows_per_tile, x.rows - row);
     const int64_t first = tile % plan.panel_tiles * plan.panels_per_tile;
-    for (int64_t p = first; p < std::min(half_panels, first + plan.panels_per_tile); ++p) {
+    const int64_t end = std::min(half_panels, first + plan.panels_per_tile);
+    for (int64_t p = first; p < end; ++p) {
       const Panel& panel = panels_[static_cast<size_t>(p)];
-      multiply(panel, from, row, rows, gate, unpacked);
-      multiply(panels_[static_cast<size_t>(p + half_panels)], from, row, rows, up, unpacked);
+      const Panel& other = panels_[static_cast<size_t>(p + half_panels)];
+      const int64_t next = p + 1 < end ? p + 1 : plan.panel_after(tile, pool.threads(), p);
+      multiply(panel, other, from, row, rows, gate, unpacked);
+      multiply(other, panels_[static_cast<size_t>(next)], from, row, rows, up, unpacked);
       kernels_->gated_epilogue({.gate = gate,
                                 .up = up,
                                 .acc_stride = columns_,

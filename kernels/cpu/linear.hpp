@@ -92,7 +92,8 @@ class PackedLinear {
   size_t scratch_bytes(int64_t panels_at_once) const;
   int64_t strip_rows() const { return integer() ? kTileRows : kernels_->strip_rows; }
   Input input(Pool& pool, const Rows& x) const;
-  void multiply(const Panel& panel, const Input& x, int64_t row, int64_t rows, float* acc, float* unpacked) const;
+  void multiply(const Panel& panel, const Panel& next, const Input& x, int64_t row, int64_t rows, float* acc,
+                float* unpacked) const;
   bool halves_pair_up() const;
   void run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, Activation activation) const;
 

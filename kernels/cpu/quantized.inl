@@ -12,7 +12,7 @@ template <int Rows, WeightKind Kind>
   F16 c[Rows][kPanelVectors];
   load_accumulators<Rows>(c, p.acc, true);
   for (int64_t g = 0; g < p.depth / kGroup; ++g) {
-    const QuantizedGroup<Kind> group(static_cast<const uint8_t*>(p.panel), g);
+    const QuantizedGroup<Kind> group(p.panel, g, kPrefetchBytes);
     const StripRows<Rows> rows(p.x + g * kGroup, p.x_stride);
     group.for_lines([&](int64_t k, const F16(&line)[kPanelVectors])
                         TWINPLANE_INLINE { multiply_add<Rows>(c, line, rows, k); });
@@ -24,7 +24,7 @@ template <int Rows, WeightKind Kind>
 template <WeightKind Kind>
 void unpack(const void* panel, int64_t first, int64_t groups, float* out) {
   for (int64_t g = 0; g < groups; ++g, out += kGroup * kPanelColumns) {
-    const QuantizedGroup<Kind> group(static_cast<const uint8_t*>(panel), first + g);
+    const QuantizedGroup<Kind> group(panel, first + g, kPrefetchBytes);
     group.for_lines([&](int64_t k, const F16(&line)[kPanelVectors]) TWINPLANE_INLINE {
       unroll<kPanelVectors>([&](auto v)
                                 TWINPLANE_INLINE { line[v.value].store(out + k * kPanelColumns + v.value * 16); });
@@ -37,10 +37,13 @@ void quantized_product(const PanelProduct& p) {
   if (p.rows <= kUnpackRows) {
     return with_rows<kUnpackRows>(p.rows, [&](auto r) TWINPLANE_INLINE { quantized_strip<r.value, Kind>(p); });
   }
-  for (int64_t k0 = 0; k0 < p.depth; k0 += kDepthBlock) {
-    const int64_t depth = p.depth - k0 < kDepthBlock ? p.depth - k0 : kDepthBlock;
-    unpack<Kind>(p.panel, k0 / kGroup, depth / kGroup, p.unpacked);
-    dense_strips(p.unpacked, depth, p, k0);
+  const int64_t step = depth_step(p.depth);
+  constexpr int64_t kBytes = QuantizedGroup<Kind>::kBytes;
+  for (int64_t k0 = 0; k0 < p.depth; k0 += step) {
+    const int64_t end = k0 + step < p.depth ? k0 + step : p.depth;
+    unpack<Kind>(p.panel, k0 / kGroup, (end - k0) / kGroup, p.unpacked);
+    const void* next = end < p.depth ? static_cast<const char*>(p.panel) + end / kGroup * kBytes : p.next;
+    dense_strips(p.unpacked, end - k0, p, k0, next, step / kGroup * kBytes);
   }
 }
 
@@ -48,12 +51,13 @@ void quantized_product(const PanelProduct& p) {
 
 // Rows first .. first + Rows - 1 of a tile of x.
 template <int Rows, WeightKind Kind>
-[[gnu::noinline]] void integer_strip(const IntegerProduct& p, const ActivationTile* x, int64_t first, float* acc) {
+[[gnu::noinline]] void integer_strip(const IntegerProduct& p, const ActivationTile* x, int64_t first, float* acc,
+                                     int64_t ahead) {
   using Group = QuantizedGroup<Kind>;
   using Sums = Dot<Group::kGreatest, Group::kSigned>;
   constexpr int32_t kOffset = Group::kFormat.offset + Sums::kOffset;
   for (int64_t g = 0; g < p.depth / kGroup; ++g) {
-    const Group group(static_cast<const uint8_t*>(p.panel), g);
+    const Group group(p.panel, g, ahead);
     unroll<Group::kParts>([&](auto part) TWINPLANE_INLINE {
       Sums c[Rows][kPanelVectors];
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
@@ -85,6 +89,7 @@ template <int Rows, WeightKind Kind>
 template <WeightKind Kind>
 void integer_strips(const IntegerProduct& p) {
   for (int64_t i = 0; i < p.rows * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
+  int64_t ahead = kPrefetchBytes;  // the first strip reads this panel, the others the next one
   for (int64_t tile = 0; tile * kTileRows < p.rows; ++tile) {
     const int64_t left = p.rows - tile * kTileRows;
     const int64_t tile_rows = left < kTileRows ? left : kTileRows;
@@ -93,8 +98,9 @@ void integer_strips(const IntegerProduct& p) {
       const int64_t rows = (tile_rows - row + strips - i - 1) / (strips - i);
       with_rows<kIntegerRows>(rows, [&](auto r) TWINPLANE_INLINE {
         integer_strip<r.value, Kind>(p, p.x + tile * (p.depth / kGroup), row,
-                                     p.acc + (tile * kTileRows + row) * kPanelColumns);
+                                     p.acc + (tile * kTileRows + row) * kPanelColumns, ahead);
       });
+      ahead = reinterpret_cast<intptr_t>(p.next) - reinterpret_cast<intptr_t>(p.panel);
       row += rows;
     }
   }

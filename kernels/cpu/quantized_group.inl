@@ -44,17 +44,20 @@ struct QuantizedGroup {
   static constexpr int kHighBits = kSigned ? 0 : static_cast<int>(kFormat.words) - 4;
   static constexpr int kGreatest = kSigned ? 128 : (16 << kHighBits) - 1;
   static constexpr int64_t kWordBytes = 4 * kPanelColumns;
+  static constexpr int64_t kBytes = kFormat.packed_bytes(kPanelColumns) / kFormat.groups();  // about
 
   F16 scale[kParts][kPanelVectors];
   F16 minimum[kPanelVectors];  // added to scale * number
   const uint8_t* words;
 
-  TWINPLANE_INLINE QuantizedGroup(const uint8_t* panel, int64_t index) {
-    const uint8_t* block = panel + index / kFormat.groups() * kFormat.packed_bytes(kPanelColumns);
+  // Asks for what lies `ahead` bytes behind it.
+  TWINPLANE_INLINE QuantizedGroup(const void* panel, int64_t index, int64_t ahead) {
+    const uint8_t* block =
+        static_cast<const uint8_t*>(panel) + index / kFormat.groups() * kFormat.packed_bytes(kPanelColumns);
     const uint8_t* group =
         block + kFormat.head_bytes(kPanelColumns) + index % kFormat.groups() * kFormat.group_bytes(kPanelColumns);
     words = group + kFormat.scales * kPanelColumns;
-    prefetch<kFormat.packed_bytes(kPanelColumns) / kFormat.groups()>(group);
+    prefetch<kBytes>(reinterpret_cast<const char*>(group) + ahead);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
     const int8_t* small = reinterpret_cast<const int8_t*>(group);
     unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
