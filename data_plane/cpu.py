@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +23,9 @@ _EXACT = "arithmetic is float32"
 _NO_HALF = "float16 is not computed on CPUs: use float32 (exact for float16 weights), or bfloat16 (half the memory, coarser values)"
 
 
+_PIECE_BYTES = 8 << 20  # made ready at a time
+
+
 class CpuDevice(Device):
     """`threads` None = as many as affinity mask and cgroup quota grant. `kernels` forces one implementation."""
 
@@ -37,6 +38,7 @@ class CpuDevice(Device):
         self._model: Model
         self._cache: KVCache
         self._swapped: KVCache  # the host's pool
+        self._unsettled: Iterator[bool] = iter(())
         torch.set_num_threads(self.threads)
         if self._native:
             from twinplane.kernels import _cpu
@@ -124,17 +126,21 @@ class CpuDevice(Device):
         with torch.inference_mode():
             self._cache = KVCache(spec, num_blocks, self.ops, self.name)
             self._swapped = KVCache(spec, num_host_blocks, self.ops, self.name)
+        if self._native:
+            self._unsettled = self._populate()
 
-    def settle(self, ended: Callable[[], bool]) -> None:
-        """Have memory behind the pools, with time that nobody else wants: clearing gigabytes takes the system seconds."""
-        if not self._native:
-            return
+    def settle(self) -> bool:
+        return next(self._unsettled, False)
+
+    def _populate(self) -> Iterator[bool]:
+        """Have memory behind the pools, piece by piece: clearing gigabytes takes the system seconds."""
         from twinplane.kernels import _cpu
 
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for array in (*self._cache.k, *self._cache.v, *self._swapped.k, *self._swapped.v):
-            if ended() or not _cpu.populate(array):
-                return
+            for piece in torch.split(array.view(-1), _PIECE_BYTES // array.itemsize):
+                if not _cpu.populate(piece):
+                    return
+                yield True
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         with torch.inference_mode():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from twinplane.shared.model_files import ModelCard
 
 
 class Device(ABC):
-    """Owns the model's weights and the KV cache. Used by one thread, but for `settle`."""
+    """Owns the model's weights and the KV cache. Used by one thread."""
 
     name: str  # "cpu", "cuda"
     ops: Ops
@@ -54,8 +53,8 @@ class Device(ABC):
         """The device's pool of blocks, and the host's pool they can be swapped to."""
 
     @abstractmethod
-    def settle(self, ended: Callable[[], bool]) -> None:
-        """What can be done beside serving, once, on a thread of its own. Returns soon after `ended` says so."""
+    def settle(self) -> bool:
+        """A few milliseconds of what can wait until there is nothing else to do. False once nothing of it is left."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> NDArray[np.float32]:

@@ -50,11 +50,7 @@ def run(config: DataPlaneConfig, stop: threading.Event | None = None) -> int:
     stop = stop or threading.Event()
     try:
         with _stop_on_signals(stop):
-            data_plane = DataPlane(config, stop)
-            try:
-                return data_plane.serve()
-            finally:
-                data_plane.close()
+            return DataPlane(config, stop).serve()
     except (DataPlaneError, ModelFileError, SegmentError, LifelineError, ProtocolError) as error:
         log.critical("failed", error=str(error))
     except StepFailedError as error:
@@ -81,8 +77,6 @@ class DataPlane:
         self._config = config
         self._stop = stop
         self._names = instance_names(config.instance)
-        self._ended = threading.Event()
-        self._settling: threading.Thread | None = None
         self._device = _make_device(config)
         log.info("device", device=self._device.name, details=self._device.describe())
         self._model = self._inspect()
@@ -172,11 +166,6 @@ class DataPlane:
                 return EXIT_OK
         return EXIT_OK
 
-    def close(self) -> None:
-        self._ended.set()
-        if self._settling is not None:
-            self._settling.join()
-
     def _session(self, lifeline: LifelineClient) -> None:
         welcome = lifeline.handshake(self._hello())
         end = _open_rings(welcome)
@@ -225,9 +214,6 @@ class DataPlane:
         lifeline.send(messages.Ready(phases=phases, summary=summary, swap_block_ns=self._swap_block_ns))
         supervision.notify_ready()
         log.info("ready", phases=phases, summary=summary, swap_block_us=self._swap_block_ns / 1e3)
-        if self._settling is None:
-            self._settling = threading.Thread(target=self._device.settle, args=(self._ended.is_set,), name="settle")
-            self._settling.start()
 
     def _hello(self) -> messages.Hello:
         plan, pid = self._plan, os.getpid()

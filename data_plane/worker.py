@@ -19,6 +19,7 @@ from twinplane.shared.wire import Capacities, Phase, ResultFlag, ResultSlotLayou
 
 log = get_logger(__name__)
 
+IDLE_NS = 2_000_000  # without a step for so long, the device may do what waits for idleness
 WAIT_NS = 100_000_000  # longest wait for a step or a result slot before the loop asks again whether to stop
 
 
@@ -69,13 +70,15 @@ class Worker:
 
         Raises StepFailedError once a step has failed and said so in the ring.
         """
-        next_step = 0
+        next_step, unsettled = 0, True
         while not stopped():
             self._rings.set_phase(Phase.IDLE, next_step)
-            sequence = self._rings.wait_step(WAIT_NS)
+            sequence = self._rings.wait_step(IDLE_NS if unsettled else WAIT_NS)
             if sequence is not None:
                 self._serve(sequence, stopped)
                 next_step = sequence + 1
+            elif unsettled:
+                unsettled = self._device.settle()
         self._rings.set_phase(Phase.STOPPED, next_step)
 
     def _serve(self, sequence: int, stopped: Callable[[], bool]) -> None:
