@@ -218,6 +218,7 @@ PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
 
 void PackedLinear::multiply(const Panel& panel, const Panel& next, const Input& input, int64_t row, int64_t rows,
                             float* acc, float* unpacked) const {
+  if (in_ == 0) return static_cast<void>(std::fill_n(acc, rows * columns_, 0.0f));
   if (panel.integer) {
     return kernels_->integer_product({.panel = panel.data,
                                       .next = next.data,

@@ -77,6 +77,12 @@ def test_rows_are_bit_identical_in_any_order_batch_and_thread_count(restored_thr
     assert torch.equal(apply(packed, x[order]), alone[order])
 
 
+@pytest.mark.parametrize("rows", [1, 30])
+def test_a_sum_of_nothing_is_the_bias(isa: str, rows: int) -> None:
+    bias = normal(40)
+    assert torch.equal(apply(_cpu.PackedLinear(torch.zeros(40, 0), bias), torch.zeros(rows, 0)), bias.expand(rows, 40))
+
+
 def test_fused_instruction_sets_agree_to_the_bit() -> None:
     """Both run the same chain of fused multiply-adds, so results survive a change of machine between them."""
     if "avx512" not in _cpu.supported_isas():
