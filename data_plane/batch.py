@@ -12,7 +12,7 @@ class Batch:
     """T tokens of S sequences, R of which sample. Tensors lie on the device.
 
     Sequence i owns tokens query_start[i] : query_start[i+1]; they are the last of its context of
-    context_lens[i] tokens. ``sample_tokens`` are the flat indices of the tokens whose logits are wanted.
+    context_lens[i] tokens. ``sample_tokens`` are the flat indices of the tokens whose logits are wanted, each once, in ascending order.
     """
 
     token_ids: Tensor  # [T] int64

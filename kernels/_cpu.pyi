@@ -29,6 +29,8 @@ Same answer, whatever the neighbours (INV-10)
 from collections.abc import Sequence
 from typing import Any, Literal, final
 
+from twinplane.kernels.decoder import DecoderLayer, DecoderStep
+
 # A CPU torch.Tensor or numpy.ndarray; see "Arrays" above.
 Array = Any
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
@@ -187,6 +189,13 @@ def paged_attention(
     sequence (None: line i, R = S), so that a table of permanent rows is read as it lies. The query at position p sees keys j <=
     p, with sliding_window w > 0 only j > p - w. softcap c > 0: c tanh(score / c) after scaling. sinks float32 ``[H]``: one more
     logit in the denominator. Raises ValueError naming the sequence if a block id is out of range."""
+
+def decoder_layers(
+    residual: Array, layers: Sequence[DecoderLayer], step: DecoderStep, k_caches: Sequence[Array], v_caches: Sequence[Array]
+) -> None:
+    """All of kernels/decoder.py in one call, ``residual [T, hidden]`` float32 (row stride free) updated in place. Norm weights float32;
+    positions int64 ``[T]``, the other arrays as the single operations want them. Whatever is wrong in any layer raises before the
+    first has run: ValueError (TypeError for what is no PackedLinear), naming layer and argument."""
 
 def copy_blocks(caches: Sequence[Array], sources: Array, targets: Array) -> None:
     """``cache[targets[i]] = cache[sources[i]]`` in every cache (dim 0 = block, contiguous within a block, any dtype). sources,

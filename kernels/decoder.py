@@ -1,11 +1,12 @@
-"""One decoder layer as one operation: pre-norm, grouped-query attention over the paged cache, gated MLP.
+"""All decoder layers of a step as one operation: pre-norm, grouped-query attention over the paged cache, gated MLP.
 
-`decoder_layer` is its definition, out of the operations of any device. A device whose operations all come from one module may bring
+`decoder_layers` is its definition, out of the operations of any device. A device whose operations all come from one module may bring
 a form of its own (``kernels/registry.py``), which spares the Python between them: at batch 1 that is a good part of a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,21 +36,33 @@ class DecoderStep:
     num_kv_heads: int
     scale: float
     eps: float
-    cos: Tensor  # [T, R / 2]
+    cos: Tensor  # [P, R / 2], of every position there may be
     sin: Tensor
+    positions: Tensor  # [T] int64
     slots: Tensor  # [T]
     block_tables: Tensor
     context_lens: Tensor
     query_start: Tensor
 
 
-def decoder_layer(ops: Any, residual: Tensor, layer: DecoderLayer, step: DecoderStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    """residual [T, hidden] -> the same after the layer; writes the T tokens' keys and values. `residual` is given away: an
-    implementation may return it updated in place."""
+def decoder_layers(
+    ops: Any, residual: Tensor, layers: Sequence[DecoderLayer], step: DecoderStep, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]
+) -> Tensor:
+    """residual [T, hidden] -> the same after the layers; writes the T tokens' keys and values, to one cache a layer. `residual` is
+    given away: an implementation may return it updated in place."""
+    rotation = step.cos[step.positions], step.sin[step.positions]
+    for layer, k_cache, v_cache in zip(layers, k_caches, v_caches, strict=True):
+        residual = _decoder_layer(ops, residual, layer, step, rotation, k_cache, v_cache)
+    return residual
+
+
+def _decoder_layer(
+    ops: Any, residual: Tensor, layer: DecoderLayer, step: DecoderStep, rotation: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
     s = step
     x = ops.rms_norm(residual, layer.input_norm, s.eps)
     query = ops.linear_rope_write_kv(
-        x, layer.qkv, s.num_heads, s.num_kv_heads, s.cos, s.sin, k_cache, v_cache, s.slots, layer.q_norm, layer.k_norm, s.eps
+        x, layer.qkv, s.num_heads, s.num_kv_heads, *rotation, k_cache, v_cache, s.slots, layer.q_norm, layer.k_norm, s.eps
     )
     attention = ops.paged_attention(query, k_cache, v_cache, s.block_tables, s.context_lens, s.query_start, s.scale, layer.window)
     residual = ops.linear(attention.flatten(1), layer.output, residual)

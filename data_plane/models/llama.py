@@ -99,23 +99,23 @@ class LlamaModel(Model):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         ops, spec = self._ops, self.spec
-        cos, sin = self._rotary(batch.positions)
         step = DecoderStep(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             scale=self._scale,
             eps=spec.eps,
-            cos=cos,
-            sin=sin,
+            cos=self._rotary.cos,
+            sin=self._rotary.sin,
+            positions=batch.positions,
             slots=batch.slots,
             block_tables=batch.block_tables,
             context_lens=batch.context_lens,
             query_start=batch.query_start,
         )
-        residual = ops.gather(self._embedding, batch.token_ids)
-        for layer, k_cache, v_cache in zip(self._layers, cache.k, cache.v, strict=True):
-            residual = ops.decoder_layer(residual, layer, step, k_cache, v_cache)
-        logits: Tensor = ops.linear(ops.rms_norm(residual[batch.sample_tokens], self._norm, spec.eps), self._head)
+        residual = ops.decoder_layers(ops.gather(self._embedding, batch.token_ids), self._layers, step, cache.k, cache.v)
+        if batch.num_samples < batch.num_tokens:
+            residual = residual[batch.sample_tokens]
+        logits: Tensor = ops.linear(ops.rms_norm(residual, self._norm, spec.eps), self._head)
         return logits
 
     # --------------------------------------------------------------------------------------------- load

@@ -16,14 +16,10 @@ _KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 class Rotary:
-    """cos and sin [positions, rotated dims / 2] float32; calling it gathers the rows of some positions."""
+    """``cos`` and ``sin`` [positions, rotated dims / 2] float32."""
 
     def __init__(self, inv_freq: Tensor, scale: float, num_positions: int) -> None:
-        self._cos, self._sin = reference.rope_cos_sin(torch.arange(num_positions), inv_freq.float(), scale)
-
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> (cos, sin), each [T, rotated dims / 2]."""
-        return self._cos[positions], self._sin[positions]
+        self.cos, self.sin = reference.rope_cos_sin(torch.arange(num_positions), inv_freq.float(), scale)
 
     @classmethod
     def from_config(cls, config: Any, num_positions: int, source: WeightSource | None = None) -> Rotary:

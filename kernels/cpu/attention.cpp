@@ -225,8 +225,8 @@ void rope_write_kv(Pool& pool, const Rows& qkv, int64_t num_heads, const Rotatio
                       .head_dim = cache.head_dim,
                       .norm = norms.query,
                       .eps = norms.eps,
-                      .cos = rotation.cos + t * rotation.cos_stride,
-                      .sin = rotation.sin + t * rotation.sin_stride,
+                      .cos = rotation.cos_of(t),
+                      .sin = rotation.sin_of(t),
                       .half = rotation.half};
     kernels.rotary(heads);
     heads.x = key;

@@ -63,11 +63,15 @@ void paged_attention(Pool& pool, const AttentionBatch& batch, const KvCache& cac
 void write_kv(Pool& pool, int64_t tokens, Heads key, Heads value, const KvCache& cache, const int64_t* slots);
 
 struct Rotation {
-  const float* cos;  // [T][half], rows cos_stride apart
+  const float* cos;  // [..][half], rows cos_stride apart
   int64_t cos_stride;
   const float* sin;
   int64_t sin_stride;
   int64_t half;
+  const int64_t* rows = nullptr;  // of each token; null: its own number
+
+  const float* cos_of(int64_t token) const { return cos + (rows == nullptr ? token : rows[token]) * cos_stride; }
+  const float* sin_of(int64_t token) const { return sin + (rows == nullptr ? token : rows[token]) * sin_stride; }
 };
 
 struct HeadNorms {

@@ -1,9 +1,8 @@
-#include <algorithm>
-
 #include <nanobind/stl/string.h>
 
 #include "kernels/cpu/arrays.hpp"
 #include "kernels/cpu/bindings.hpp"
+#include "kernels/cpu/elementwise.hpp"
 #include "kernels/cpu/pool.hpp"
 
 namespace nb = nanobind;
@@ -13,18 +12,6 @@ namespace {
 
 constexpr Dtype kF32 = Dtype::kFloat32;
 
-// Rows are shared out in tiles of about so many floats: less is done faster than a thread is told about it.
-constexpr int64_t kFloatsPerTile = 16 * 1024;
-
-template <class PerRow>
-void for_rows(int64_t rows, int64_t row_floats, const PerRow& per_row) {
-  const nb::gil_scoped_release unlocked;
-  const int64_t per_tile = std::max<int64_t>(1, kFloatsPerTile / std::max<int64_t>(1, row_floats));
-  Pool::instance().run((rows + per_tile - 1) / per_tile, 0, [&](int64_t tile, void*) {
-    for (int64_t row = tile * per_tile; row < std::min(rows, (tile + 1) * per_tile); ++row) per_row(row);
-  });
-}
-
 const Array& matrix(const Array& x, int64_t rows, int64_t columns) {
   return x.of({kF32}).shaped({rows, columns}, "[T, dim]").contiguous_last(1);
 }
@@ -33,7 +20,7 @@ const float* vector(const Array& x, int64_t length) {
   return x.of({kF32}).shaped({length}, "[dim]").contiguous().data<const float>();
 }
 
-void rms_norm(nb::handle x_object, nb::handle weight_object, float eps, nb::handle out_object) {
+void rms_norm_py(nb::handle x_object, nb::handle weight_object, float eps, nb::handle out_object) {
   const Array x(x_object, "x");
   const Array weight(weight_object, "weight");
   const Array out(out_object, "out");
@@ -41,9 +28,9 @@ void rms_norm(nb::handle x_object, nb::handle weight_object, float eps, nb::hand
   const int64_t dim = x.size(1);
   const float* w = vector(weight, dim);
   matrix(out, x.size(0), dim).writable();
-  for_rows(x.size(0), dim, [&](int64_t row) {
-    active().rms_norm(x.data<const float>() + row * x.stride(0), w, eps, out.data<float>() + row * out.stride(0), dim);
-  });
+  const nb::gil_scoped_release unlocked;
+  rms_norm(Pool::instance(), {x.data<const float>(), x.size(0), dim, x.stride(0)}, w, eps,
+           {out.data<float>(), out.stride(0)});
 }
 
 void add_rms_norm(nb::handle x_object, nb::handle residual_object, nb::handle weight_object, float eps,
@@ -57,7 +44,8 @@ void add_rms_norm(nb::handle x_object, nb::handle residual_object, nb::handle we
   const float* w = vector(weight, dim);
   matrix(residual, x.size(0), dim).writable();
   matrix(out, x.size(0), dim).writable();
-  for_rows(x.size(0), dim, [&](int64_t row) {
+  const nb::gil_scoped_release unlocked;
+  for_rows(Pool::instance(), x.size(0), dim, [&](int64_t row) {
     active().add_rms_norm(x.data<const float>() + row * x.stride(0), residual.data<float>() + row * residual.stride(0),
                           w, eps, out.data<float>() + row * out.stride(0), dim);
   });
@@ -74,7 +62,8 @@ void layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_o
   const float* w = vector(weight, dim);
   const float* b = vector(bias, dim);
   matrix(out, x.size(0), dim).writable();
-  for_rows(x.size(0), dim, [&](int64_t row) {
+  const nb::gil_scoped_release unlocked;
+  for_rows(Pool::instance(), x.size(0), dim, [&](int64_t row) {
     active().layer_norm(x.data<const float>() + row * x.stride(0), w, b, eps, out.data<float>() + row * out.stride(0),
                         dim);
   });
@@ -88,7 +77,8 @@ void gated(nb::handle gate_up_object, nb::handle out_object, const std::string& 
   if (gate_up.size(1) % 2 != 0) gate_up.fail("has an odd number of columns: " + std::to_string(gate_up.size(1)));
   const int64_t half = gate_up.size(1) / 2;
   matrix(out, gate_up.size(0), half).writable();
-  for_rows(gate_up.size(0), 2 * half, [&](int64_t row) {
+  const nb::gil_scoped_release unlocked;
+  for_rows(Pool::instance(), gate_up.size(0), 2 * half, [&](int64_t row) {
     const float* line = gate_up.data<const float>() + row * gate_up.stride(0);
     active().gated_epilogue({.gate = line,
                              .up = line + half,
@@ -109,7 +99,8 @@ void argmax(nb::handle logits_object, nb::handle out_object) {
   matrix(logits, kAny, kAny);
   if (logits.size(1) == 0) logits.fail("has no columns");
   out.of({Dtype::kInt32}).shaped({logits.size(0)}, "[T]").contiguous().writable();
-  for_rows(logits.size(0), logits.size(1), [&](int64_t row) {
+  const nb::gil_scoped_release unlocked;
+  for_rows(Pool::instance(), logits.size(0), logits.size(1), [&](int64_t row) {
     out.data<int32_t>()[row] =
         static_cast<int32_t>(active().argmax(logits.data<const float>() + row * logits.stride(0), logits.size(1)));
   });
@@ -118,7 +109,7 @@ void argmax(nb::handle logits_object, nb::handle out_object) {
 }  // namespace
 
 void bind_elementwise(nb::module_& m) {
-  m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
+  m.def("rms_norm", rms_norm_py, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
   m.def("add_rms_norm", add_rms_norm, nb::arg("x"), nb::arg("residual"), nb::arg("weight"), nb::arg("eps"),
         nb::arg("out"));
   m.def("layer_norm", layer_norm, nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("eps"), nb::arg("out"));

@@ -11,6 +11,7 @@ namespace twinplane::kernels {
 
 void bind_linear(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
+void bind_decoder(nanobind::module_& m);
 void bind_elementwise(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_processor(nanobind::module_& m);

@@ -9,6 +9,7 @@ NB_MODULE(_cpu, m) {
   twinplane::kernels::bind_processor(m);
   twinplane::kernels::bind_linear(m);
   twinplane::kernels::bind_attention(m);
+  twinplane::kernels::bind_decoder(m);
   twinplane::kernels::bind_elementwise(m);
   twinplane::kernels::bind_sampling(m);
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import threading
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ __all__ = [
     "argmax",
     "concat_linears",
     "copy_blocks",
-    "decoder_layer",
+    "decoder_layers",
     "gather",
     "gelu_mul",
     "layer_norm",
@@ -271,44 +271,14 @@ def copy_blocks(caches: list[Tensor], sources: Tensor, targets: Tensor) -> None:
     _cpu.copy_blocks(caches, sources, targets)
 
 
-# ---------------------------------------------------------------------------------------- a whole layer
+# ------------------------------------------------------------------------------------------- all layers
 
 
-class _Workspace(threading.local):
-    """What a layer computes on its way, kept for the next layer and the next step of as many tokens."""
-
-    key: tuple[int, ...] = ()
-    x: Tensor  # [T, hidden]
-    query: Tensor  # [T, H, D]
-    attention: Tensor  # [T, H, Dv]
-    heads: Tensor  # [T, H Dv], the same memory
-    inner: Tensor  # [T, I]
-
-    def fit(self, rows: int, hidden: int, heads: int, head_dim: int, value_dim: int, inner: int) -> None:
-        if self.key == (rows, hidden, heads, head_dim, value_dim, inner):
-            return
-        self.x, self.inner = torch.empty(rows, hidden), torch.empty(rows, inner)
-        self.query, self.attention = torch.empty(rows, heads, head_dim), torch.empty(rows, heads, value_dim)
-        self.heads = self.attention.view(rows, heads * value_dim)
-        self.key = (rows, hidden, heads, head_dim, value_dim, inner)
-
-
-_workspace = _Workspace()
-
-
-def decoder_layer(residual: Tensor, layer: DecoderLayer, step: DecoderStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    """See decoder.decoder_layer; the same values to the bit. `residual` float32 is updated in place."""
-    s, w, (rows, hidden) = step, _workspace, residual.shape
-    w.fit(rows, hidden, s.num_heads, _head_dim(k_cache), _value_dim(k_cache, v_cache), layer.gate_up.out_features // 2)
-    _cpu.rms_norm(residual, layer.input_norm, s.eps, w.x)
-    _cpu.linear_rope_write_kv(
-        w.x, layer.qkv, s.num_heads, s.num_kv_heads, s.cos, s.sin, k_cache, v_cache, s.slots, w.query, layer.q_norm, layer.k_norm, s.eps
-    )
-    _cpu.paged_attention(w.query, k_cache, v_cache, s.block_tables, s.context_lens, s.query_start, w.attention, s.scale, layer.window)
-    layer.output(w.heads, residual, residual)
-    _cpu.rms_norm(residual, layer.mlp_norm, s.eps, w.x)
-    _cpu.linear_gated(w.x, layer.gate_up, w.inner)
-    layer.down(w.inner, residual, residual)
+def decoder_layers(
+    residual: Tensor, layers: Sequence[DecoderLayer], step: DecoderStep, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]
+) -> Tensor:
+    """See decoder.decoder_layers; the same values to the bit. `residual` float32 is updated in place."""
+    _cpu.decoder_layers(residual, layers, step, k_caches, v_caches)
     return residual
 
 
