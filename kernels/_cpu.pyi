@@ -29,7 +29,7 @@ Same answer, whatever the neighbours (INV-10)
 from collections.abc import Sequence
 from typing import Any, Literal, final
 
-from twinplane.kernels.decoder import DecoderLayer, DecoderStep
+from twinplane.kernels.decoder import Decoder, DecoderLayer, DecoderStep
 
 # A CPU torch.Tensor or numpy.ndarray; see "Arrays" above.
 Array = Any
@@ -193,9 +193,21 @@ def paged_attention(
 def decoder_layers(
     residual: Array, layers: Sequence[DecoderLayer], step: DecoderStep, k_caches: Sequence[Array], v_caches: Sequence[Array]
 ) -> None:
-    """All of kernels/decoder.py in one call, ``residual [T, hidden]`` float32 (row stride free) updated in place. Norm weights float32;
-    positions int64 ``[T]``, the other arrays as the single operations want them. Whatever is wrong in any layer raises before the
-    first has run: ValueError (TypeError for what is no PackedLinear), naming layer and argument."""
+    """decoder_layers of kernels/decoder.py in one call, ``residual [T, hidden]`` float32 (row stride free) updated in place. Norm
+    weights float32; positions int64 ``[T]``, the other arrays as the single operations want them. Whatever is wrong in any layer raises
+    before the first has run: ValueError (TypeError for what is no PackedLinear), naming layer and argument."""
+
+def decoder_logits(
+    decoder: Decoder,
+    token_ids: Array,
+    step: DecoderStep,
+    sample_tokens: Array,
+    k_caches: Sequence[Array],
+    v_caches: Sequence[Array],
+    out: Array,
+) -> None:
+    """decoder_logits of kernels/decoder.py in one call. token_ids ``[T]`` and sample_tokens ``[R]`` int64, out ``[R, vocabulary]``
+    float32; the rest as in :func:`decoder_layers`."""
 
 def copy_blocks(caches: Sequence[Array], sources: Array, targets: Array) -> None:
     """``cache[targets[i]] = cache[sources[i]]`` in every cache (dim 0 = block, contiguous within a block, any dtype). sources,

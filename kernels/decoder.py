@@ -1,7 +1,9 @@
 """All decoder layers of a step as one operation: pre-norm, grouped-query attention over the paged cache, gated MLP.
+And a whole model of such layers, from token ids to logits.
 
-`decoder_layers` is its definition, out of the operations of any device. A device whose operations all come from one module may bring
-a form of its own (``kernels/registry.py``), which spares the Python between them: at batch 1 that is a good part of a step.
+`decoder_layers` and `decoder_logits` are the definitions, out of the operations of any device. A device whose operations all come
+from one module may bring forms of its own (``kernels/registry.py``), which spare the Python between them: at batch 1 that is a good
+part of a step.
 """
 
 from __future__ import annotations
@@ -43,6 +45,32 @@ class DecoderStep:
     block_tables: Tensor
     context_lens: Tensor
     query_start: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The weights of a model."""
+
+    embedding: Any  # packed [vocabulary, hidden]
+    layers: Sequence[DecoderLayer]
+    norm: Tensor  # [hidden] float32
+    head: Any  # hidden -> vocabulary
+
+
+def decoder_logits(
+    ops: Any,
+    decoder: Decoder,
+    token_ids: Tensor,
+    step: DecoderStep,
+    sample_tokens: Tensor,
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+) -> Tensor:
+    """token_ids [T] int64 through all of the decoder; the logits [R, vocabulary] after those of them that `sample_tokens` [R] int64
+    number. Writes the T tokens' keys and values, to one cache a layer."""
+    residual = ops.decoder_layers(ops.gather(decoder.embedding, token_ids), decoder.layers, step, k_caches, v_caches)
+    logits: Tensor = ops.linear(ops.rms_norm(residual[sample_tokens], decoder.norm, step.eps), decoder.head)
+    return logits
 
 
 def decoder_layers(

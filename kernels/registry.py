@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (reference.KV_GROUP, reference.LINEAR_GROU
 
 
 class Ops(SimpleNamespace):
-    """The operations of one device, and `decoder.decoder_layers` out of them. ``sources`` tells which module each came from."""
+    """The operations of one device, and those of `decoder` out of them. ``sources`` tells which module each came from."""
 
     sources: dict[str, str]
 
@@ -80,10 +80,10 @@ def _assemble(modules: Sequence[ModuleType]) -> Ops:
     if not sources["linear"] == sources["rope_write_kv"] == sources["linear_rope_write_kv"]:
         chosen["linear_rope_write_kv"] = _two_calls(chosen["linear"], chosen["rope_write_kv"])
     ops = Ops(sources=sources, **chosen)
-    ops.decoder_layers = partial(decoder.decoder_layers, ops)
+    ops.decoder_layers, ops.decoder_logits = partial(decoder.decoder_layers, ops), partial(decoder.decoder_logits, ops)
     for module in modules:
         if hasattr(module, "decoder_layers") and sources["linear"] == sources["rope_write_kv"] == module.__name__:
-            ops.decoder_layers = module.decoder_layers
+            ops.decoder_layers, ops.decoder_logits = module.decoder_layers, module.decoder_logits
     return ops
 
 

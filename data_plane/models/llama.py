@@ -20,7 +20,7 @@ from twinplane.data_plane.kv_cache import KVCache, LayerKV
 from twinplane.data_plane.loader import WeightError
 from twinplane.data_plane.models.base import QUANTIZATIONS, BuildContext, Model, ModelShape, UnsupportedModelError
 from twinplane.data_plane.models.rotary import Rotary
-from twinplane.kernels.decoder import DecoderLayer, DecoderStep
+from twinplane.kernels.decoder import Decoder, DecoderLayer, DecoderStep
 from twinplane.kernels.registry import Ops
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -90,15 +90,12 @@ class LlamaModel(Model):
         self._ops = ops
         self._scale = spec.head_dim**-0.5
         self._warnings: dict[str, str] = {}
-        self._embedding: Any  # packed linear; the head as well if tied
-        self._layers: list[DecoderLayer] = []
-        self._norm: Tensor
-        self._head: Any
+        self._decoder: Decoder  # embedding and head are the same object if tied
 
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        ops, spec = self._ops, self.spec
+        spec = self.spec
         step = DecoderStep(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -112,10 +109,7 @@ class LlamaModel(Model):
             context_lens=batch.context_lens,
             query_start=batch.query_start,
         )
-        residual = ops.decoder_layers(ops.gather(self._embedding, batch.token_ids), self._layers, step, cache.k, cache.v)
-        if batch.num_samples < batch.num_tokens:
-            residual = residual[batch.sample_tokens]
-        logits: Tensor = ops.linear(ops.rms_norm(residual, self._norm, spec.eps), self._head)
+        logits: Tensor = self._ops.decoder_logits(self._decoder, batch.token_ids, step, batch.sample_tokens, cache.k, cache.v)
         return logits
 
     # --------------------------------------------------------------------------------------------- load
@@ -139,17 +133,18 @@ class LlamaModel(Model):
         spec = LlamaSpec.from_config(context.config)
         model = cls(spec, Rotary.from_config(context.config, context.max_model_len, context.source), context.ops)
         load = _Loader(context, spec)
-        model._embedding, model._head = load.embedding_and_head(model._warnings)
-        model._layers = [load.layer(i, window) for i, window in enumerate(spec.windows)]
-        model._norm = load.vector("model.norm.weight", spec.hidden_size)
+        embedding, head = load.embedding_and_head(model._warnings)
+        layers = [load.layer(i, window) for i, window in enumerate(spec.windows)]
+        model._decoder = Decoder(embedding, layers, load.vector("model.norm.weight", spec.hidden_size), head)
         return model
 
     def memory(self) -> dict[str, str]:
-        vocabulary = {id(self._embedding): self._embedding, id(self._head): self._head}
+        embedding, layers, head = self._decoder.embedding, self._decoder.layers, self._decoder.head
+        vocabulary = {id(embedding): embedding, id(head): head}
         return {
             "embedding_and_head": _held(vocabulary.values()),
-            "attention": _held(linear for layer in self._layers for linear in (layer.qkv, layer.output)),
-            "mlp": _held(linear for layer in self._layers for linear in (layer.gate_up, layer.down)),
+            "attention": _held(linear for layer in layers for linear in (layer.qkv, layer.output)),
+            "mlp": _held(linear for layer in layers for linear in (layer.gate_up, layer.down)),
         }
 
     def warnings(self) -> dict[str, str]:

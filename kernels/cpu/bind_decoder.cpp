@@ -47,6 +47,7 @@ struct Fields {
   const Field num_heads{"num_heads"}, num_kv_heads{"num_kv_heads"}, scale{"scale"}, eps{"eps"}, cos{"cos"}, sin{"sin"},
       positions{"positions"}, slots{"slots"}, block_tables{"block_tables"}, context_lens{"context_lens"},
       query_start{"query_start"};
+  const Field embedding{"embedding"}, layers{"layers"}, norm{"norm"}, head{"head"};
 
   static const Fields& all() {
     static const Fields fields;
@@ -66,10 +67,10 @@ class FieldArray {
   Array array_;
 };
 
-// The argument `step`, and the residual it belongs to.
+// The argument `step`, of `tokens` tokens.
 class StepArguments {
  public:
-  StepArguments(nb::handle step, const Array& residual)
+  StepArguments(nb::handle step, int64_t tokens, int64_t hidden)
       : cos_(step, Fields::all().cos),
         sin_(step, Fields::all().sin),
         positions_(step, Fields::all().positions),
@@ -77,15 +78,13 @@ class StepArguments {
         tables_(step, Fields::all().block_tables),
         contexts_(step, Fields::all().context_lens),
         starts_(step, Fields::all().query_start),
-        eps_(Fields::all().eps.number_of<float>(step)),
         num_kv_heads_(Fields::all().num_kv_heads.number_of<int64_t>(step)) {
-    residual.of({kF32}).shaped({kAny, kAny}, "[T, hidden]").contiguous_last(1).writable();
-    const int64_t tokens = residual.size(0);
     contexts_->of({Dtype::kInt32}).shaped({kAny}, "[S]").contiguous();
     const int64_t sequences = contexts_->size(0);
     tables_->of({Dtype::kInt32}).shaped({sequences, kAny}, "[S, max_blocks]").contiguous_last(1);
     view_ = {.tokens = tokens,
-             .hidden = residual.size(1),
+             .hidden = hidden,
+             .eps = Fields::all().eps.number_of<float>(step),
              .rotation = {},
              .slots = nullptr,
              .attention = {.query = {},
@@ -103,7 +102,6 @@ class StepArguments {
   }
 
   const DecoderStep& view() const { return view_; }
-  float eps() const { return eps_; }
   int64_t num_heads() const { return view_.attention.num_heads; }
   int64_t num_kv_heads() const { return num_kv_heads_; }
 
@@ -131,29 +129,49 @@ class StepArguments {
   };
 
   FieldArray cos_, sin_, positions_, slots_, tables_, contexts_, starts_;
-  float eps_;
   int64_t num_kv_heads_;
   DecoderStep view_;
   std::vector<Fit> fits_;
 };
 
-// The arguments `layers`, `k_caches` and `v_caches`. Holds what it points to.
-class LayerArguments {
+// The weights, each layer's with its cache. Holds what it points to.
+class WeightArguments {
  public:
-  LayerArguments(const nb::sequence& layers, const nb::sequence& k_caches, const nb::sequence& v_caches)
-      : count_(nb::len(layers)) {
-    if (nb::len(k_caches) != count_ || nb::len(v_caches) != count_) {
-      throw nb::value_error((std::to_string(count_) + " layers have " + std::to_string(nb::len(k_caches)) +
+  // The layers, checked against a step; the argument at fault is named after the layer.
+  void add_layers(const nb::sequence& layers, const nb::sequence& k_caches, const nb::sequence& v_caches,
+                  StepArguments& step) {
+    const size_t count = nb::len(layers);
+    if (nb::len(k_caches) != count || nb::len(v_caches) != count) {
+      throw nb::value_error((std::to_string(count) + " layers have " + std::to_string(nb::len(k_caches)) +
                              " k_caches and " + std::to_string(nb::len(v_caches)) + " v_caches")
                                 .c_str());
     }
-    held_.reserve(count_ * (2 + 8));
-    layers_.reserve(count_);
+    held_.reserve(held_.size() + count * (2 + 8));
+    decoder_.layers.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      try {
+        add_layer(layers[i], k_caches[i], v_caches[i], step);
+      } catch (const nb::builtin_exception& error) {
+        throw nb::builtin_exception(error.type(), ("layer " + std::to_string(i) + ": " + error.what()).c_str());
+      }
+    }
   }
 
-  size_t count() const { return count_; }
+  // What lies before and after the layers.
+  void add_ends(nb::handle decoder) {
+    const Fields& fields = Fields::all();
+    decoder_.embedding = &linear(decoder, fields.embedding);
+    const int64_t hidden = decoder_.embedding->in_features();
+    decoder_.norm = vector(decoder, fields.norm, hidden, "[hidden]");
+    decoder_.head = &linear(decoder, fields.head, hidden);
+  }
 
-  void add(const nb::object& layer, nb::object k_cache, nb::object v_cache, StepArguments& step) {
+  const Decoder& view() const { return decoder_; }
+
+ private:
+  nb::handle hold(nb::object object) { return held_.emplace_back(std::move(object)); }
+
+  void add_layer(const nb::object& layer, nb::object k_cache, nb::object v_cache, StepArguments& step) {
     const Fields& fields = Fields::all();
     const int64_t hidden = step.view().hidden;
     const Array keys(hold(std::move(k_cache)), "k_cache");
@@ -174,31 +192,27 @@ class LayerArguments {
       throw nb::value_error(
           ("gate_up has " + number(gate_up.out_features()) + " output features, an odd number").c_str());
     }
-    layers_.push_back({.input_norm = vector(layer, fields.input_norm, hidden, "[hidden]"),
-                       .qkv = &qkv,
-                       .head_norms = {optional_vector(layer, fields.q_norm, cache.head_dim, "[D]"),
-                                      optional_vector(layer, fields.k_norm, cache.head_dim, "[D]"), step.eps()},
-                       .output = &output,
-                       .mlp_norm = vector(layer, fields.mlp_norm, hidden, "[hidden]"),
-                       .gate_up = &gate_up,
-                       .down = &linear(layer, fields.down, gate_up.out_features() / 2, hidden),
-                       .window = window,
-                       .cache = cache});
+    decoder_.layers.push_back(
+        {.input_norm = vector(layer, fields.input_norm, hidden, "[hidden]"),
+         .qkv = &qkv,
+         .head_norms = {optional_vector(layer, fields.q_norm, cache.head_dim, "[D]"),
+                        optional_vector(layer, fields.k_norm, cache.head_dim, "[D]"), step.view().eps},
+         .output = &output,
+         .mlp_norm = vector(layer, fields.mlp_norm, hidden, "[hidden]"),
+         .gate_up = &gate_up,
+         .down = &linear(layer, fields.down, gate_up.out_features() / 2, hidden),
+         .window = window,
+         .cache = cache});
   }
 
-  const std::vector<DecoderLayer>& view() const { return layers_; }
-
- private:
-  nb::handle hold(nb::object object) { return held_.emplace_back(std::move(object)); }
-
-  const PackedLinear& linear(nb::handle layer, const Field& field, int64_t in, int64_t out = kAny) {
+  const PackedLinear& linear(nb::handle layer, const Field& field, int64_t in = kAny, int64_t out = kAny) {
     const nb::handle object = hold(field.of(layer));
     const PackedLinear* packed = nullptr;
     if (!nb::try_cast(object, packed, false) || packed == nullptr) {
       throw nb::type_error(
           (std::string(field.name()) + " must be a PackedLinear, not " + Py_TYPE(object.ptr())->tp_name).c_str());
     }
-    if (packed->in_features() != in || (out != kAny && packed->out_features() != out)) {
+    if ((in != kAny && packed->in_features() != in) || (out != kAny && packed->out_features() != out)) {
       const int64_t want[] = {out, in};
       const int64_t got[] = {packed->out_features(), packed->in_features()};
       throw nb::value_error(
@@ -217,25 +231,50 @@ class LayerArguments {
     return OptionalArray(hold(field.of(layer)), field.name()).vector(length, letters);
   }
 
-  size_t count_;
   std::vector<nb::object> held_;
-  std::vector<DecoderLayer> layers_;
+  Decoder decoder_ = {};
 };
 
-void decoder_layers_py(nb::handle residual_object, const nb::sequence& layer_objects, nb::handle step_object,
+void decoder_layers_py(nb::handle residual_object, const nb::sequence& layers, nb::handle step_object,
                        const nb::sequence& k_caches, const nb::sequence& v_caches) {
   const Array residual(residual_object, "residual");
-  StepArguments step(step_object, residual);
-  LayerArguments layers(layer_objects, k_caches, v_caches);
-  for (size_t i = 0; i < layers.count(); ++i) {
-    try {
-      layers.add(layer_objects[i], k_caches[i], v_caches[i], step);
-    } catch (const nb::builtin_exception& error) {
-      throw nb::builtin_exception(error.type(), ("layer " + std::to_string(i) + ": " + error.what()).c_str());
-    }
-  }
+  residual.of({kF32}).shaped({kAny, kAny}, "[T, hidden]").contiguous_last(1).writable();
+  StepArguments step(step_object, residual.size(0), residual.size(1));
+  WeightArguments weights;
+  weights.add_layers(layers, k_caches, v_caches, step);
   const nb::gil_scoped_release unlocked;
-  decoder_layers(Pool::instance(), layers.view(), step.view(), {residual.data<float>(), residual.stride(0)});
+  decoder_layers(Pool::instance(), weights.view().layers, step.view(), {residual.data<float>(), residual.stride(0)});
+}
+
+// [n], each the number of one of `limit` things.
+const int64_t* numbers_of(const Array& x, int64_t limit, const char* letters, const char* things) {
+  x.of({Dtype::kInt64}).shaped({kAny}, letters).contiguous();
+  const int64_t* data = x.data<const int64_t>();
+  for (int64_t i = 0; i < x.size(0); ++i) {
+    if (data[i] < 0 || data[i] >= limit)
+      x.fail("[" + number(i) + "] is " + number(data[i]) + "; there are " + number(limit) + " " + things);
+  }
+  return data;
+}
+
+void decoder_logits_py(nb::handle decoder, nb::handle token_ids_object, nb::handle step_object,
+                       nb::handle sample_tokens_object, const nb::sequence& k_caches, const nb::sequence& v_caches,
+                       nb::handle out_object) {
+  const Array token_ids(token_ids_object, "token_ids");
+  const Array sample_tokens(sample_tokens_object, "sample_tokens");
+  const Array out(out_object, "out");
+  WeightArguments weights;
+  weights.add_ends(decoder);
+  const Decoder& view = weights.view();
+  const int64_t* ids = numbers_of(token_ids, view.embedding->out_features(), "[T]", "rows of the embedding");
+  const int64_t tokens = token_ids.size(0);
+  const int64_t* sampling = numbers_of(sample_tokens, tokens, "[R]", "tokens");
+  const int64_t samples = sample_tokens.size(0);
+  out.of({kF32}).shaped({samples, view.head->out_features()}, "[R, vocabulary]").contiguous_last(1).writable();
+  StepArguments step(step_object, tokens, view.embedding->in_features());
+  weights.add_layers(nb::cast<nb::sequence>(Fields::all().layers.of(decoder)), k_caches, v_caches, step);
+  const nb::gil_scoped_release unlocked;
+  decoder_logits(Pool::instance(), view, step.view(), ids, samples, sampling, {out.data<float>(), out.stride(0)});
 }
 
 }  // namespace
@@ -243,6 +282,8 @@ void decoder_layers_py(nb::handle residual_object, const nb::sequence& layer_obj
 void bind_decoder(nb::module_& m) {
   m.def("decoder_layers", decoder_layers_py, nb::arg("residual"), nb::arg("layers"), nb::arg("step"),
         nb::arg("k_caches"), nb::arg("v_caches"));
+  m.def("decoder_logits", decoder_logits_py, nb::arg("decoder"), nb::arg("token_ids"), nb::arg("step"),
+        nb::arg("sample_tokens"), nb::arg("k_caches"), nb::arg("v_caches"), nb::arg("out"));
 }
 
 }  // namespace twinplane::kernels

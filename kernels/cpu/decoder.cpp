@@ -32,12 +32,11 @@ struct Buffers {
 void decoder_layer(Pool& pool, const DecoderLayer& layer, const DecoderStep& step, MutableRows residual) {
   static thread_local Scratch scratch;
   const Buffers b(scratch, layer, step);
-  const float eps = layer.head_norms.eps;
   const int64_t heads = step.attention.num_heads * layer.cache.head_dim;
   const auto rows = [&](const float* data, int64_t columns) { return Rows{data, step.tokens, columns, columns}; };
   const Rows before{residual.data, step.tokens, step.hidden, residual.stride};
 
-  rms_norm(pool, before, layer.input_norm, eps, {b.x, step.hidden});
+  rms_norm(pool, before, layer.input_norm, step.eps, {b.x, step.hidden});
   const int64_t projected = layer.qkv->out_features();
   layer.qkv->run(pool, rows(b.x, step.hidden), {b.qkv, projected}, nullptr, 0, Activation::kNone);
   rope_write_kv(pool, rows(b.qkv, projected), step.attention.num_heads, step.rotation, layer.head_norms, layer.cache,
@@ -48,7 +47,7 @@ void decoder_layer(Pool& pool, const DecoderLayer& layer, const DecoderStep& ste
   paged_attention(pool, attention, layer.cache, {b.attention, heads});
   layer.output->run(pool, rows(b.attention, heads), residual, residual.data, residual.stride, Activation::kNone);
 
-  rms_norm(pool, before, layer.mlp_norm, eps, {b.x, step.hidden});
+  rms_norm(pool, before, layer.mlp_norm, step.eps, {b.x, step.hidden});
   const int64_t inner = layer.down->in_features();
   layer.gate_up->run_gated(pool, rows(b.x, step.hidden), {b.inner, inner}, Activation::kSilu);
   layer.down->run(pool, rows(b.inner, inner), residual, residual.data, residual.stride, Activation::kNone);
@@ -59,6 +58,22 @@ void decoder_layer(Pool& pool, const DecoderLayer& layer, const DecoderStep& ste
 void decoder_layers(Pool& pool, const std::vector<DecoderLayer>& layers, const DecoderStep& step,
                     MutableRows residual) {
   for (const DecoderLayer& layer : layers) decoder_layer(pool, layer, step, residual);
+}
+
+void decoder_logits(Pool& pool, const Decoder& decoder, const DecoderStep& step, const int64_t* token_ids,
+                    int64_t samples, const int64_t* sample_tokens, MutableRows out) {
+  static thread_local Scratch scratch;
+  const int64_t hidden = step.hidden;
+  float* residual =
+      static_cast<float*>(scratch.reserve(static_cast<size_t>((step.tokens + samples) * hidden) * sizeof(float)));
+  pool.run(step.tokens, 0,
+           [&](int64_t t, void*) { decoder.embedding->unpack_row(token_ids[t], residual + t * hidden); });
+  decoder_layers(pool, decoder.layers, step, {residual, hidden});
+  float* x = residual + step.tokens * hidden;
+  for_rows(pool, samples, hidden, [&](int64_t row) {
+    active().rms_norm(residual + sample_tokens[row] * hidden, decoder.norm, step.eps, x + row * hidden, hidden);
+  });
+  decoder.head->run(pool, {x, samples, hidden, hidden}, out, nullptr, 0, Activation::kNone);
 }
 
 }  // namespace twinplane::kernels

@@ -12,9 +12,9 @@ namespace twinplane::kernels {
 
 // The weights of one layer, and its cache.
 struct DecoderLayer {
-  const float* input_norm;      // [hidden]
-  const PackedLinear* qkv;      // hidden -> (H + 2 G) D
-  HeadNorms head_norms;         // with the epsilon of all norms
+  const float* input_norm;  // [hidden]
+  const PackedLinear* qkv;  // hidden -> (H + 2 G) D
+  HeadNorms head_norms;
   const PackedLinear* output;   // H D -> hidden
   const float* mlp_norm;        // [hidden]
   const PackedLinear* gate_up;  // hidden -> 2 I, gate first
@@ -27,12 +27,25 @@ struct DecoderLayer {
 struct DecoderStep {
   int64_t tokens;
   int64_t hidden;
+  float eps;  // of all norms
   Rotation rotation;
   const int64_t* slots;
   AttentionBatch attention;
 };
 
+// A model from token ids to logits.
+struct Decoder {
+  const PackedLinear* embedding;  // vocabulary x hidden
+  std::vector<DecoderLayer> layers;
+  const float* norm;         // [hidden]
+  const PackedLinear* head;  // hidden -> vocabulary
+};
+
 // residual [tokens][hidden] is updated in place; the tokens' keys and values go to the caches.
 void decoder_layers(Pool& pool, const std::vector<DecoderLayer>& layers, const DecoderStep& step, MutableRows residual);
+
+// out [samples][vocabulary]: the logits after tokens sample_tokens [samples] of token_ids [tokens]; the rest as above.
+void decoder_logits(Pool& pool, const Decoder& decoder, const DecoderStep& step, const int64_t* token_ids,
+                    int64_t samples, const int64_t* sample_tokens, MutableRows out);
 
 }  // namespace twinplane::kernels

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from twinplane.kernels import _cpu
 from twinplane.kernels._cpu import PackedLinear
-from twinplane.kernels.decoder import DecoderLayer, DecoderStep
+from twinplane.kernels.decoder import Decoder, DecoderLayer, DecoderStep
 
 __all__ = [
     "add_rms_norm",
@@ -28,6 +28,7 @@ __all__ = [
     "concat_linears",
     "copy_blocks",
     "decoder_layers",
+    "decoder_logits",
     "gather",
     "gelu_mul",
     "layer_norm",
@@ -271,7 +272,7 @@ def copy_blocks(caches: list[Tensor], sources: Tensor, targets: Tensor) -> None:
     _cpu.copy_blocks(caches, sources, targets)
 
 
-# ------------------------------------------------------------------------------------------- all layers
+# ------------------------------------------------------------------------------------- layers and models
 
 
 def decoder_layers(
@@ -280,6 +281,20 @@ def decoder_layers(
     """See decoder.decoder_layers; the same values to the bit. `residual` float32 is updated in place."""
     _cpu.decoder_layers(residual, layers, step, k_caches, v_caches)
     return residual
+
+
+def decoder_logits(
+    decoder: Decoder,
+    token_ids: Tensor,
+    step: DecoderStep,
+    sample_tokens: Tensor,
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+) -> Tensor:
+    """See decoder.decoder_logits; the same values to the bit."""
+    out = torch.empty(sample_tokens.shape[0], decoder.head.out_features)
+    _cpu.decoder_logits(decoder, token_ids, step, sample_tokens, k_caches, v_caches, out)
+    return out
 
 
 # --------------------------------------------------------------------------------------------- sampling

@@ -363,7 +363,7 @@ def test_k_quants_are_served_without_a_dequantized_copy(tmp_path):
     """q, k of one format and v of another, as one linear."""
     path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType.Q4_K)
     served = Served(path, dtype="auto")
-    layer = served.model._layers[0]
+    layer = served.model._decoder.layers[0]
     assert (layer.qkv.kind, layer.gate_up.kind, layer.down.kind) == ("Q4_K+Q6_K", "Q4_K", "Q6_K")
     assert layer.gate_up.nbytes == 2 * 512 * 148  # per 256 weights of a row
     assert set(served.model.memory()) == {"embedding_and_head", "attention", "mlp"}
@@ -375,8 +375,8 @@ def test_the_memory_plan_of_a_gguf_file_counts_what_is_not_kept_in_blocks_as_flo
     path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType[kind])
     served = Served(path, dtype="auto")
     model = served.model
-    held = sum(linear.nbytes for layer in model._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    held += model._embedding.nbytes + model._head.nbytes
+    held = sum(linear.nbytes for layer in model._decoder.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    held += model._decoder.embedding.nbytes + model._decoder.head.nbytes
     assert served.format.bytes_held(served.shape, served.source) == pytest.approx(held, rel=0.01)
 
 
@@ -389,7 +389,7 @@ def test_weights_quantized_at_load_answer_as_the_same_weights_rounded(quantizati
     tiny_models.save(model, tmp_path)
     served = Served(tmp_path, dtype="auto", quantization=quantization)
     assert served.format.name == f"{quantization}+float32" and layers in served.format.reason
-    assert served.model._layers[0].qkv.kind == layers and served.model._head.kind == "Q8_0"
+    assert served.model._decoder.layers[0].qkv.kind == layers and served.model._decoder.head.kind == "Q8_0"
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             kind = gguf.GGMLQuantizationType["Q8_0" if "embed" in name or "lm_head" in name else layers]
@@ -402,8 +402,8 @@ def test_the_memory_plan_of_quantized_weights_is_what_they_take(quantization, tm
     tiny_models.save(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path)
     served = Served(tmp_path, dtype="auto", quantization=quantization)
     model = served.model
-    held = sum(linear.nbytes for layer in model._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    held += model._embedding.nbytes + model._head.nbytes
+    held = sum(linear.nbytes for layer in model._decoder.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    held += model._decoder.embedding.nbytes + model._decoder.head.nbytes
     assert served.format.bytes_held(served.shape, served.source) == pytest.approx(held, rel=0.01)
 
 

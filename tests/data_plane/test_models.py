@@ -86,7 +86,7 @@ def test_E08_head_shapes_of_every_kind_give_the_reference_answer_and_the_stated_
 
 def weight_checksum(model: LlamaModel) -> float:
     """Over what the reference kernels keep of the weights (other kernels pack them where Python can not look)."""
-    tensors = [model._norm, *(layer.input_norm for layer in model._layers)]
+    tensors = [model._decoder.norm, *(layer.input_norm for layer in model._decoder.layers)]
     return sum(float(tensor.double().abs().sum()) for tensor in tensors)
 
 

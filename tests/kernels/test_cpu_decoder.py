@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from twinplane.kernels import decoder, reference, registry
 from twinplane.kernels.cpu import ops
-from twinplane.kernels.decoder import DecoderLayer, DecoderStep
+from twinplane.kernels.decoder import Decoder, DecoderLayer, DecoderStep
 
 # (hidden, query heads, key heads, head dim, inner): sizes that are no multiple of 16, head dims of real models.
 SHAPES = [
@@ -114,6 +114,20 @@ def test_a_layer_equals_float64(isa: str, shape: tuple[int, int, int, int, int])
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("sample_tokens", [[], [0], [3, 9], list(range(10))])
+def test_a_whole_model_gives_to_the_bit_what_its_parts_do(isa: str, sample_tokens: list[int]) -> None:
+    embedding, head = ops.quantize_linear(normal(90, 64, seed=10), "Q8_0", None, "int8"), ops.pack_linear(normal(70, 64, seed=11))
+    layers = [make_layer(64, 4, 2, 16, 96)] * 2
+    model, step = Decoder(embedding, layers, normal(64, seed=12), head), make_step(4, 2, 16, [9, 1])
+    given = torch.tensor([5, 0, 89, 7, 7, 1, 2, 3, 4, 5]), step, torch.tensor(sample_tokens, dtype=torch.long)
+    caches = [[ops.allocate_kv(4, 2, 32, 16, 16, torch.float32, "cpu") for _ in layers] for _ in range(2)]
+    want = decoder.decoder_logits(registry.select("cpu"), model, *given, *zip(*caches[0], strict=True))
+    got = ops.decoder_logits(model, *given, *zip(*caches[1], strict=True))
+    assert got.shape == (len(sample_tokens), 70) and torch.equal(got, want)
+    for one, other in zip(*caches, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
 def test_layers_of_different_sizes_take_turns(isa: str) -> None:
     """What is kept from call to call is never that of another size."""
     first, second = SHAPES[1], SHAPES[2]
@@ -194,8 +208,30 @@ def refused(
     assert torch.equal(residual, normal(6, 64)) and not any(each.any() for cache in caches for each in cache)
 
 
+def test_what_is_wrong_before_or_after_the_layers_is_named() -> None:
+    packed = ops.pack_linear(torch.zeros(90, 64))
+    model, ids, sample_tokens = Decoder(packed, [make_layer(64, 4, 2, 16, 96)], torch.ones(64), packed), torch.arange(6), torch.arange(6)
+
+    def refused_logits(match: str, model: Decoder, ids: Tensor, sample_tokens: Tensor) -> None:
+        k_cache, v_cache = ops.allocate_kv(4, 2, 32, 16, 16, torch.float32, "cpu")
+        with pytest.raises(ValueError, match=match):
+            ops.decoder_logits(model, ids, make_step(4, 2, 16, [4, 2]), sample_tokens, [k_cache], [v_cache])
+        assert not k_cache.any() and not v_cache.any()
+
+    refused_logits(r"^token_ids\[5\] is 90; there are 90 rows of the embedding", model, ids + 85, sample_tokens)
+    refused_logits(r"^sample_tokens\[5\] is 6; there are 6 tokens", model, ids, sample_tokens + 1)
+    refused_logits("^sample_tokens must be int64", model, ids, sample_tokens.int())
+    refused_logits(r"^norm must be \[hidden\] = \[64\], got \[63\]", replace(model, norm=torch.ones(63)), ids, sample_tokens)
+    wide = ops.pack_linear(torch.zeros(90, 65))
+    refused_logits(r"^head must be \[N, K\] = \[any, 64\], got \[90, 65\]", replace(model, head=wide), ids, sample_tokens)
+    refused_logits("^layer 0: qkv must be", Decoder(wide, model.layers, torch.ones(65), wide), ids, sample_tokens)
+    refused_logits("^layer 0: positions must be", model, ids[:5], sample_tokens[:5])
+    refused_logits("^0 layers have 1 k_caches and 1 v_caches", replace(model, layers=[]), ids, sample_tokens)
+
+
 def test_a_device_whose_operations_come_from_two_modules_gets_the_layers_out_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert registry.select("cpu").decoder_layers is ops.decoder_layers
-    assert isinstance(registry.select("cpu", only="reference").decoder_layers, partial)
+    native = registry.select("cpu")
+    assert native.decoder_layers is ops.decoder_layers and native.decoder_logits is ops.decoder_logits
     monkeypatch.delattr(ops, "write_kv")
-    assert isinstance(registry.select("cpu").decoder_layers, partial)
+    for mixed in (registry.select("cpu"), registry.select("cpu", only="reference")):
+        assert isinstance(mixed.decoder_layers, partial) and isinstance(mixed.decoder_logits, partial)
