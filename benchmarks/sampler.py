@@ -93,10 +93,10 @@ def _sampler_line(kind: str, logits: NDArray[np.float32], ops: registry.Ops, rep
     rows = Rows(capacities, block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN, num_blocks=1, vocab_size=vocab)
     rows.apply(StepView(_decode_step(_opened(kind, batch), batch, capacities), wire.StepSlotLayout(capacities)))
     sampler = Sampler(rows, ops)
-    numbers, out = np.arange(batch), np.zeros(batch, dtype=wire.RESULT_ENTRY)
+    numbers, out = list(range(batch)), np.zeros(batch, dtype=wire.RESULT_ENTRY)
     candidates = np.zeros(rows.num_candidates(numbers), dtype=wire.CANDIDATE)
     scratch = logits.copy()  # edits and penalties change it
-    positions = np.full(batch, _POSITION)
+    positions = [_POSITION] * batch
 
     def work() -> None:
         sampler.sample(scratch, numbers, positions, out, candidates)

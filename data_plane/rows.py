@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.step import StepView
-from twinplane.shared.wire import NO_TOKEN, ROW_OPEN, Capacities, ExtraKind, ResultFlag, SeqFlag
+from twinplane.shared.wire import NO_TOKEN, ROW_OPEN, Capacities, ExtraKind, RowFlag, SeqFlag
 
 Ids = NDArray[np.int64]
+_SAMPLES = int(SeqFlag.SAMPLES)
 
 
 class StepError(ValueError):
@@ -36,13 +37,21 @@ class Attachments:
 
 
 @dataclass(slots=True)
-class Decodes:
-    """What is left of a step of several substeps: its rows that have not ended, each with one token to go in the next substep."""
+class Stops:
+    """What ends a row beside its limit. Apart from the attachments: nearly every row has some, and only steps of several substeps
+    look at them."""
 
-    rows: Ids  # [R], in the step's order
-    positions: Ids  # [R], of the token each sampled last, which goes in next
-    block_tables: NDArray[np.int32]  # [R, M], wide enough for every substep
-    substeps: int  # to go
+    tokens: frozenset[int]
+    from_position: int  # the first at which they count
+
+
+@dataclass(slots=True)
+class Sampling:
+    """The rows of a step that sample, in its order. In further substeps: those of them that have not ended."""
+
+    rows: list[int]
+    positions: list[int]  # that the tokens they sample next take
+    substeps: int  # to go after the one under way
 
 
 class Rows:
@@ -52,13 +61,13 @@ class Rows:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.params = np.zeros(capacities.max_rows, dtype=ROW_OPEN)
-        self.last_token = np.full(capacities.max_rows, NO_TOKEN, dtype=np.int32)
+        self._limits = self.params["limit"]
+        self.last_token = [NO_TOKEN] * capacities.max_rows
         self.attachments: dict[int, Attachments] = {}
+        self.drawing: set[int] = set()  # rows that draw their tokens; all others take the likeliest
+        self.explaining: set[int] = set()  # rows that return log-probabilities or candidates
         self._num_blocks = num_blocks
-        # Tokens that end a row, padded with NO_TOKEN, from position `_stops_from` on. Apart from the attachments: nearly every row
-        # has some, and only steps of several substeps look at them.
-        self._stop_ids = np.full((capacities.max_rows, 0), NO_TOKEN, dtype=np.int32)
-        self._stops_from = np.zeros(capacities.max_rows, dtype=np.int64)
+        self._stops: dict[int, Stops] = {}
         # One column more than a sequence needs: the control plane may reserve the next block early.
         self._block_table = np.zeros((capacities.max_rows, -(-max_model_len // block_size) + 1), dtype=np.int32)
 
@@ -84,11 +93,14 @@ class Rows:
         if int(step.opens["num_candidates"].max()) > self.vocab_size:
             raise StepError(f"a row wants {int(step.opens['num_candidates'].max())} candidates, the vocabulary has {self.vocab_size}")
         self.params[rows] = step.opens
-        self.last_token[rows] = NO_TOKEN
-        self._stop_ids[rows] = NO_TOKEN
         for row in rows.tolist():
+            params = self.params[row]
+            self.last_token[row] = NO_TOKEN
+            self._stops.pop(row, None)
+            _put(row, self.drawing, not params["flags"] & RowFlag.GREEDY and params["temperature"] > 0)
+            _put(row, self.explaining, params["flags"] & RowFlag.LOGPROBS or params["num_candidates"] > 0)
             self.attachments.pop(row, None)
-            if has_penalties(self.params[row]):
+            if has_penalties(params):
                 self.attachments[row] = Attachments(
                     output_counts=np.zeros(self.vocab_size, dtype=np.int32), seen=np.zeros(self.vocab_size, dtype=np.bool_)
                 )
@@ -102,17 +114,10 @@ class Rows:
             if len(payload) != count:
                 raise StepError(f"attachment of row {row} says {count} words, only {len(payload)} follow")
             if kind == ExtraKind.STOP_TOKENS:
-                self._stop_at(row, payload)
+                self._stops[row] = Stops(frozenset(payload[1:].tolist()), int(payload[0]))
             else:
                 self._attach_one(row, self.attachments.setdefault(row, Attachments()), ExtraKind(kind), payload)
             at += 3 + count
-
-    def _stop_at(self, row: int, words: NDArray[np.uint32]) -> None:
-        ids = words[1:].astype(np.int32)
-        if (more := len(ids) - self._stop_ids.shape[1]) > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=NO_TOKEN)
-        self._stops_from[row] = words[0]
-        self._stop_ids[row, : len(ids)] = ids
 
     def _attach_one(self, row: int, to: Attachments, kind: ExtraKind, words: NDArray[np.uint32]) -> None:
         if kind is ExtraKind.LOGIT_BIAS:
@@ -142,107 +147,116 @@ class Rows:
         self._block_table[writes["row"], writes["index"]] = writes["block"]
 
     # -------------------------------------------------------------------------------------------- batch
+    #
+    # Lists until the tensors: a step has few tokens, or takes long anyway, and plain Python costs less than numpy and torch do by
+    # being called at all when their code lies in no cache.
 
-    def batch(self, step: StepView) -> Batch:
-        """The flattened batch of a step whose deltas have been applied. Copies what it needs out of the slot."""
-        seqs = step.seqs
-        if seqs["num_drafts"].any():
-            raise StepError("draft tokens are not supported by this data plane")
-        rows = seqs["row"].astype(np.int64)
-        first = seqs["position"].astype(np.int64)
-        counts = seqs["num_tokens"].astype(np.int64)
-        starts = np.zeros(len(seqs) + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
-        sequence = np.repeat(np.arange(len(seqs)), counts)
-        offset = np.arange(starts[-1]) - starts[sequence]  # of each token in its sequence's part of the step
-        positions = first[sequence] + offset
-        token_rows = rows[sequence]
-        block, within = np.divmod(positions, self.block_size)
-        slots = self._block_table[token_rows, block].astype(np.int64) * self.block_size + within
-        context = first + counts
-        width = -(-int(context.max(initial=1)) // self.block_size)
-        samples = (seqs["flags"] & SeqFlag.SAMPLES) != 0
-        return Batch(
-            token_ids=torch.from_numpy(self._tokens(step, seqs["token_start"].astype(np.int64)[sequence] + offset, token_rows)),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots),
-            query_start=torch.from_numpy(starts.astype(np.int32)),
-            context_lens=torch.from_numpy(context.astype(np.int32)),
-            block_tables=torch.from_numpy(self._block_table[rows, :width]),
-            sample_tokens=torch.from_numpy(starts[1:][samples] - 1),
-        )
+    def batch(self, step: StepView) -> tuple[Batch, Sampling]:
+        """The flattened batch of a step whose deltas have been applied, and who samples. Copies what it needs out of the slot."""
+        tokens: list[int] = []
+        rows: list[int] = []  # of each token
+        positions: list[int] = []
+        starts, contexts, sample_tokens = [0], [], []
+        sampling = Sampling([], [], step.num_substeps - 1)
+        given, seqs = step.token_ids.tolist(), step.seqs.tolist()
+        for row, position, count, token_start, flags, num_drafts in seqs:
+            if num_drafts:
+                raise StepError("draft tokens are not supported by this data plane")
+            context = position + count
+            tokens += self._inputs(row, given[token_start : token_start + count])
+            rows += [row] * count
+            positions += range(position, context)
+            contexts.append(context)
+            starts.append(len(tokens))
+            if flags & _SAMPLES:
+                sample_tokens.append(len(tokens) - 1)
+                sampling.rows.append(row)
+                sampling.positions.append(context)
+        if sampling.substeps and not len(seqs) == step.num_decodes == len(sampling.rows):
+            raise StepError(f"a step of {step.num_substeps} substeps has {len(seqs)} sequences, of which {step.num_decodes} are decodes")
+        return self._batch(tokens, rows, positions, [seq[0] for seq in seqs], starts, contexts, sample_tokens), sampling
 
-    def _tokens(self, step: StepView, where: Ids, token_rows: Ids) -> Ids:
-        """Input tokens, with NO_TOKEN replaced by what the row sampled last (the relay)."""
-        tokens = step.token_ids[where].astype(np.int64)
-        relayed = tokens == NO_TOKEN
-        if relayed.any():
-            tokens[relayed] = self.last_token[token_rows[relayed]]
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            bad = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
-            raise StepError(f"row {int(token_rows[bad])} has input token {int(tokens[bad])}, the vocabulary has {self.vocab_size}")
+    def _inputs(self, row: int, tokens: list[int]) -> list[int]:
+        """Input tokens of a row, with NO_TOKEN replaced by what it sampled last (the relay)."""
+        if NO_TOKEN in tokens:
+            tokens = [self.last_token[row] if token == NO_TOKEN else token for token in tokens]
+        for token in (min(tokens), max(tokens)) if tokens else ():
+            if not 0 <= token < self.vocab_size:
+                raise StepError(f"row {row} has input token {token}, the vocabulary has {self.vocab_size}")
         return tokens
+
+    def next_batch(self, sampling: Sampling) -> Batch:
+        """The batch of the next substep, whose inputs are the tokens sampled last; `sampling` moves on by one token."""
+        rows, positions = sampling.rows, sampling.positions
+        sampling.positions = [position + 1 for position in positions]
+        sampling.substeps -= 1
+        tokens, count = [self.last_token[row] for row in rows], len(rows)
+        return self._batch(tokens, rows, positions, rows, list(range(count + 1)), sampling.positions, list(range(count)))
+
+    def _batch(
+        self,
+        tokens: list[int],
+        token_rows: list[int],
+        positions: list[int],
+        rows: list[int],
+        starts: list[int],
+        contexts: list[int],
+        sample_tokens: list[int],
+    ) -> Batch:
+        """The tensors of `token_rows` [T] and `rows` [S]; the others as in Batch."""
+        size, block_of = self.block_size, self._block_table.item
+        slots = [block_of(row, position // size) * size + position % size for row, position in zip(token_rows, positions, strict=True)]
+        token_ids, at, where = map(torch.from_numpy, np.array((tokens, positions, slots), dtype=np.int64))
+        width = -(-max(contexts, default=1) // size)
+        return Batch(
+            token_ids=token_ids,
+            positions=at,
+            slots=where,
+            query_start=torch.from_numpy(np.array(starts, dtype=np.int32)),
+            context_lens=torch.from_numpy(np.array(contexts, dtype=np.int32)),
+            block_tables=torch.from_numpy(self._block_table[rows, :width]),
+            sample_tokens=torch.from_numpy(np.array(sample_tokens, dtype=np.int64)),
+        )
 
     # --------------------------------------------------------------------------------------- substeps
 
-    def decodes(self, step: StepView) -> Decodes:
-        """All rows of a step of several substeps, after the first of which each will have sampled one token. Raises StepError."""
-        seqs = step.seqs
-        if step.num_decodes != len(seqs) or not (seqs["flags"] & SeqFlag.SAMPLES).all():
-            raise StepError(f"a step of {step.num_substeps} substeps has {len(seqs)} sequences, of which {step.num_decodes} are decodes")
-        rows, positions = seqs["row"].astype(np.int64), seqs["position"].astype(np.int64) + 1
-        width = -(-(int(positions.max()) + step.num_substeps - 1) // self.block_size)
-        return Decodes(rows, positions, self._block_table[rows, :width], step.num_substeps - 1)
+    def go_on(self, sampling: Sampling, tokens: list[int]) -> bool:
+        """`sampling` have sampled `tokens` (Sampled.tokens): drops the rows which that ends. Returns whether a substep is to follow."""
+        if not sampling.substeps:
+            return False
+        rows, positions = sampling.rows, sampling.positions
+        kept = [i for i, token in enumerate(tokens) if not self._ends(rows[i], positions[i], token)]
+        if len(kept) < len(tokens):
+            sampling.rows, sampling.positions = [rows[i] for i in kept], [positions[i] for i in kept]
+        return len(kept) > 0
 
-    def go_on(self, decodes: Decodes, entries: NDArray[np.void]) -> bool:
-        """`decodes` have sampled `entries` [R]: drops the rows which that ends. Returns whether a substep is to follow."""
-        kept = np.flatnonzero(~self._ended(decodes, entries))
-        if len(kept) < len(entries):
-            decodes.rows, decodes.positions = decodes.rows[kept], decodes.positions[kept]
-            decodes.block_tables = decodes.block_tables[kept]
-        return len(kept) > 0 and decodes.substeps > 0
-
-    def _ended(self, decodes: Decodes, entries: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Which rows have no next token, by the rules of the control plane, whose word counts: a stop token, length, no logits."""
-        rows, positions = decodes.rows, decodes.positions
-        stopped = (self._stop_ids[rows] == entries["token"][:, None]).any(axis=1) & (positions >= self._stops_from[rows])
-        finished = (positions + 1 >= self.params["limit"][rows]) | ((entries["flags"] & ResultFlag.NOT_FINITE) != 0)
-        ended: NDArray[np.bool_] = stopped | finished
-        return ended
-
-    def next_batch(self, decodes: Decodes) -> Batch:
-        """The batch of the next substep, whose inputs are the tokens sampled last; `decodes` move on by one token."""
-        count, positions = len(decodes.rows), decodes.positions
-        block, within = np.divmod(positions, self.block_size)
-        slots = decodes.block_tables[np.arange(count), block].astype(np.int64) * self.block_size + within
-        decodes.positions = positions + 1
-        decodes.substeps -= 1
-        return Batch(
-            token_ids=torch.from_numpy(self.last_token[decodes.rows].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots),
-            query_start=torch.arange(count + 1, dtype=torch.int32),
-            context_lens=torch.from_numpy(decodes.positions.astype(np.int32)),
-            block_tables=torch.from_numpy(decodes.block_tables),
-            sample_tokens=torch.arange(count),
-        )
+    def _ends(self, row: int, position: int, token: int) -> bool:
+        """Whether the row has no next token, by the rules of the control plane, whose word counts: no logits, a stop token, length."""
+        stops = self._stops.get(row)
+        stopped = stops is not None and token in stops.tokens and position >= stops.from_position
+        return token < 0 or stopped or position + 1 >= self._limits.item(row)
 
     # ---------------------------------------------------------------------------------------- sampling
 
-    def num_candidates(self, rows: Ids) -> int:
+    def num_candidates(self, rows: list[int]) -> int:
         """How many candidates `rows` return together, at most."""
-        return int(self.params["num_candidates"][rows].sum())
+        return sum(int(self.params["num_candidates"][row]) for row in rows if row in self.explaining)
 
-    def record(self, rows: Ids, tokens: NDArray[np.int32]) -> None:
+    def record(self, rows: list[int], tokens: list[int]) -> None:
         """`tokens` were sampled by `rows`: they are what a relay will find, and what penalties count."""
-        self.last_token[rows] = tokens
+        for row, token in zip(rows, tokens, strict=True):
+            self.last_token[row] = token
         if not self.attachments:
             return
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+        for row, token in zip(rows, tokens, strict=True):
             attachments = self.attachments.get(row)
             if attachments is not None and attachments.output_counts is not None and attachments.seen is not None:
                 attachments.output_counts[token] += 1
                 attachments.seen[token] = True
+
+
+def _put(row: int, rows: set[int], belongs: object) -> None:
+    (rows.add if belongs else rows.discard)(row)
 
 
 def has_penalties(params: np.void) -> bool:

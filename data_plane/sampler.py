@@ -9,10 +9,11 @@ log-probabilities and candidates are paid for by the rows that have them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from twinplane.data_plane.rows import Attachments, Rows, has_penalties
 from twinplane.kernels.registry import Ops
 from twinplane.shared.wire import RESULT_ENTRY, ResultFlag, RowFlag
@@ -20,8 +21,16 @@ from twinplane.shared.wire import RESULT_ENTRY, ResultFlag, RowFlag
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
-_TINY = np.finfo(np.float32).tiny  # smallest temperature: below it 0 / T could be 0 / 0 where denormals are flushed
+_NOT_FINITE, _LOGPROBS = int(ResultFlag.NOT_FINITE), int(RowFlag.LOGPROBS)
 _BOUNDS = (-4.0, -8.0, -16.0, -np.inf)  # below the greatest logit, for the likeliest tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a call of the sampler gave, beside the entries."""
+
+    tokens: list[int]  # [R]; -1: no token could be sampled
+    num_candidates: int
 
 
 class Sampler:
@@ -30,82 +39,82 @@ class Sampler:
     def __init__(self, rows: Rows, ops: Ops) -> None:
         self._rows = rows
         self._ops = ops
+        params = rows.params  # columns of it, as the operations take them
+        self._counters = params["seed"].view(np.int64), params["stream"]
+        self._filters = params["temperature"], params["top_k"], params["top_p"], params["min_p"]
 
     def sample(
-        self,
-        logits: Floats,
-        rows: Ids,
-        positions: Ids,
-        out: NDArray[np.void],
-        candidates: NDArray[np.void] | None = None,
-    ) -> int:
+        self, logits: Floats, rows: list[int], positions: list[int], out: NDArray[np.void], candidates: NDArray[np.void] | None = None
+    ) -> Sampled:
         """Sample one token per row and record it in the rows' state.
 
         logits [R, vocab] (overwritten); rows [R]; positions [R], the position each new token will take;
         out [R] RESULT_ENTRY; candidates, room for those of all rows that return some, CANDIDATE. A row whose logits hold
         NaN or +inf, or are all -inf (before or after its edits), is flagged NOT_FINITE, has no candidates and affects no
-        other. Returns how many candidates were written.
+        other.
         """
         assert out.dtype == RESULT_ENTRY
-        params = self._rows.params[rows]
-        best, finite = _best(logits)
-        self._edit(logits, rows, params, positions, best, finite)
-        tokens = best.astype(np.int32)
-        tokens[~finite] = 0  # a relay already sent for this row must still find a valid id
-        drawn = finite & ((params["flags"] & RowFlag.GREEDY) == 0) & (params["temperature"] > 0)
-        if drawn.any():
-            tokens[drawn] = self._draw(logits, params, positions, drawn)
-        out["row"], out["token"], out["logprob"], out["rank"] = rows, tokens, 0.0, 0
-        out["flags"] = np.where(finite, 0, ResultFlag.NOT_FINITE)
-        for i in np.flatnonzero(finite & ((params["flags"] & RowFlag.LOGPROBS) != 0)).tolist():
-            out[i]["logprob"], out[i]["rank"] = logprob_and_rank(logits[i], int(tokens[i]))
-        self._rows.record(rows, tokens)
-        return 0 if candidates is None else _list_candidates(logits, params, finite, candidates)
+        if self._rows.attachments:
+            self._edit(logits, rows, positions)
+        tokens = self._choose(logits, rows, positions)
+        valid = [max(token, 0) for token in tokens]  # a relay already sent for a row must find a valid id
+        out[:] = [(row, token, 0.0, 0, 0) for row, token in zip(rows, valid, strict=True)]
+        if -1 in tokens:
+            out["flags"] = [_NOT_FINITE if token < 0 else 0 for token in tokens]
+        self._rows.record(rows, valid)
+        if self._rows.explaining.isdisjoint(rows):
+            return Sampled(tokens, 0)
+        return Sampled(tokens, self._explain(logits, rows, tokens, out, candidates))
 
-    def _draw(self, logits: Floats, params: NDArray[np.void], positions: Ids, drawn: NDArray[np.bool_]) -> NDArray[np.int32]:
-        """The tokens of the rows that draw."""
-        if not drawn.all():
-            logits, params, positions = logits[drawn], params[drawn], positions[drawn]
-        counters = (params["seed"].copy().view(np.int64), params["stream"].astype(np.int64), positions)
+    def _choose(self, logits: Floats, rows: list[int], positions: list[int]) -> list[int]:
+        """The token of every row, drawn or the likeliest; -1 where there is none."""
+        drawing = [i for i, row in enumerate(rows) if row in self._rows.drawing]
+        if len(drawing) == len(rows):
+            return self._draw(logits, rows, positions)
+        tokens: list[int] = self._ops.argmax(torch.from_numpy(logits)).tolist()
+        if drawing:
+            drawn = self._draw(logits[drawing], [rows[i] for i in drawing], [positions[i] for i in drawing])
+            for i, token in zip(drawing, drawn, strict=True):
+                tokens[i] = token
+        return tokens
+
+    def _draw(self, logits: Floats, rows: list[int], positions: list[int]) -> list[int]:
+        where = np.array(rows)
+        seeds, streams = (column[where] for column in self._counters)
+        temperature, top_k, top_p, min_p = (column[where] for column in self._filters)
+        counters = seeds, streams.astype(np.int64), np.array(positions)
         uniforms = self._ops.uniforms(*map(torch.from_numpy, counters))
-        drawn_tokens: NDArray[np.int32] = self._ops.sample(torch.from_numpy(logits), *_filters(params), uniforms).numpy()
-        return drawn_tokens
+        filters = map(torch.from_numpy, (temperature, top_k.astype(np.int64), top_p, min_p))
+        tokens: list[int] = self._ops.sample(torch.from_numpy(logits), *filters, uniforms).tolist()
+        return tokens
 
-    def _edit(self, logits: Floats, rows: Ids, params: NDArray[np.void], positions: Ids, best: Ids, finite: NDArray[np.bool_]) -> None:
-        """Apply what is attached to rows, in place; `best` and `finite` follow. Most steps have nothing of the kind."""
-        attached = self._rows.attachments
-        for i, row in enumerate(rows.tolist()) if attached else ():
-            attachments = attached.get(row)
-            if attachments is None or not finite[i]:
+    def _edit(self, logits: Floats, rows: list[int], positions: list[int]) -> None:
+        """Apply what is attached to rows, in place. A row that can not be sampled from stays so: masking must not hide it."""
+        for i, row in enumerate(rows):
+            attachments = self._rows.attachments.get(row)
+            if attachments is None or not np.isfinite(logits[i].max()):
                 continue
-            edit(logits[i], attachments, int(positions[i]))
-            if has_penalties(params[i]):
-                penalize(logits[i], attachments, params[i])
-            best[i], finite[i] = (values[0] for values in _best(logits[i : i + 1]))
+            edit(logits[i], attachments, positions[i])
+            if has_penalties(params := self._rows.params[row]):
+                penalize(logits[i], attachments, params)
 
-
-def _best(logits: Floats) -> tuple[Ids, NDArray[np.bool_]]:
-    """Each row's most likely token (ties: lowest id), and whether its logits can be sampled from at all."""
-    best = logits.argmax(axis=1)  # the first NaN, if there is one
-    return best, np.isfinite(logits[np.arange(len(logits)), best])
-
-
-def _filters(params: NDArray[np.void]) -> tuple[Tensor, ...]:
-    """What kernels.reference.sample takes of the rows: temperature, top_k, top_p, min_p."""
-    temperature = np.maximum(params["temperature"], _TINY)
-    columns = (temperature, params["top_k"].astype(np.int64), params["top_p"].copy(), params["min_p"].copy())
-    return tuple(map(torch.from_numpy, columns))
-
-
-def _list_candidates(logits: Floats, params: NDArray[np.void], finite: NDArray[np.bool_], out: NDArray[np.void]) -> int:
-    """The likeliest tokens of every row that returns some, one row after another. Returns how many."""
-    used = 0
-    for i in np.flatnonzero(finite & (params["num_candidates"] > 0)).tolist():
-        ids, logprobs = likeliest(logits[i], int(params["num_candidates"][i]))
-        part = out[used : used + len(ids)]
-        part["token"], part["logprob"] = ids, logprobs
-        used += len(ids)
-    return used
+    def _explain(
+        self, logits: Floats, rows: list[int], tokens: list[int], out: NDArray[np.void], candidates: NDArray[np.void] | None
+    ) -> int:
+        """Log-probabilities, and candidates one row after another, of the rows that return some. Returns how many candidates."""
+        used = 0
+        for i, row in enumerate(rows):
+            if row not in self._rows.explaining or tokens[i] < 0:
+                continue
+            params = self._rows.params[row]
+            if params["flags"] & _LOGPROBS:
+                out[i]["logprob"], out[i]["rank"] = logprob_and_rank(logits[i], tokens[i])
+            if candidates is not None and params["num_candidates"]:
+                ids, logprobs = likeliest(logits[i], int(params["num_candidates"]))
+                part = candidates[used : used + len(ids)]
+                part["token"], part["logprob"] = ids, logprobs
+                used += len(ids)
+        return used
 
 
 def edit(logits: Floats, attachments: Attachments, position: int) -> None:

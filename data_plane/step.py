@@ -1,12 +1,31 @@
-"""Numpy views of a step slot and a result slot: nothing is copied, nothing is interpreted."""
+"""Numpy views of a step slot and a result slot: nothing is copied, nothing is interpreted.
+
+Between two steps the weights stream through the caches, so every piece of code a step calls comes from memory again: what is not
+needed is not called.
+"""
 
 from __future__ import annotations
 
+import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from twinplane.shared import wire
+
+_CODES = {"<u8": "Q", "<u4": "I"}
+
+
+def _packing(dtype: np.dtype[Any]) -> struct.Struct:
+    """A structured dtype without padding, as the struct module has it."""
+    packing = struct.Struct("<" + "".join(_CODES[dtype[name].str] for name in dtype.names or ()))
+    assert packing.size == dtype.itemsize
+    return packing
+
+
+_STEP_HEADER, _RESULT_HEADER = _packing(wire.STEP_HEADER), _packing(wire.RESULT_HEADER)
+_RESULT_FIELDS = wire.RESULT_HEADER.names or ()
 
 
 class StepView:
@@ -30,32 +49,55 @@ class StepView:
     )
 
     def __init__(self, slot: NDArray[np.uint8], layout: wire.StepSlotLayout) -> None:
-        header = _region(slot, layout.header, wire.STEP_HEADER, 1)[0].item()
+        header = _STEP_HEADER.unpack_from(slot.data, layout.header)
         self.step, self.sent_ns, num_seqs, self.num_decodes, num_tokens, num_closes, num_opens, num_forks = header[:8]
         num_writes, num_swap_outs, num_swap_ins, num_copies, num_extra, self.num_substeps = header[8:]
-        self.seqs = _region(slot, layout.seqs, wire.SEQ_ENTRY, num_seqs)
-        self.token_ids = _region(slot, layout.token_ids, np.dtype("<i4"), num_tokens)
-        self.closes = _region(slot, layout.closes, np.dtype("<u4"), num_closes)
-        self.opens = _region(slot, layout.opens, wire.ROW_OPEN, num_opens)
-        self.forks = _region(slot, layout.forks, wire.ROW_FORK, num_forks)
-        self.table_writes = _region(slot, layout.table_writes, wire.TABLE_WRITE, num_writes)
-        self.swap_outs = _region(slot, layout.swap_outs, wire.BLOCK_SWAP, num_swap_outs)
-        self.swap_ins = _region(slot, layout.swap_ins, wire.BLOCK_SWAP, num_swap_ins)
-        self.copies = _region(slot, layout.copies, wire.BLOCK_COPY, num_copies)
-        self.extras = _region(slot, layout.extras, np.dtype("<u4"), num_extra)
+        self.seqs = _region(slot, layout.seqs, _SEQS, num_seqs)
+        self.token_ids = _region(slot, layout.token_ids, _TOKEN_IDS, num_tokens)
+        self.closes = _region(slot, layout.closes, _WORDS, num_closes)
+        self.opens = _region(slot, layout.opens, _OPENS, num_opens)
+        self.forks = _region(slot, layout.forks, _FORKS, num_forks)
+        self.table_writes = _region(slot, layout.table_writes, _WRITES, num_writes)
+        self.swap_outs = _region(slot, layout.swap_outs, _SWAPS, num_swap_outs)
+        self.swap_ins = _region(slot, layout.swap_ins, _SWAPS, num_swap_ins)
+        self.copies = _region(slot, layout.copies, _COPIES, num_copies)
+        self.extras = _region(slot, layout.extras, _WORDS, num_extra)
 
 
-def _region(slot: NDArray[np.uint8], offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    return slot[offset : offset + count * dtype.itemsize].view(dtype)
+def _region(slot: NDArray[np.uint8], offset: int, empty: NDArray[Any], count: int) -> NDArray[Any]:
+    """`count` items like those of `empty`; itself where there are none, as in most regions of most steps."""
+    return slot[offset : offset + count * empty.itemsize].view(empty.dtype) if count else empty
+
+
+_SEQS, _OPENS, _FORKS = (np.empty(0, dtype) for dtype in (wire.SEQ_ENTRY, wire.ROW_OPEN, wire.ROW_FORK))
+_WRITES, _SWAPS, _COPIES = (np.empty(0, dtype) for dtype in (wire.TABLE_WRITE, wire.BLOCK_SWAP, wire.BLOCK_COPY))
+_TOKEN_IDS, _WORDS = np.empty(0, "<i4"), np.empty(0, "<u4")
+_ENTRIES, _CANDIDATES = np.empty(0, wire.RESULT_ENTRY), np.empty(0, wire.CANDIDATE)
+
+
+@dataclass(slots=True)
+class ResultHeader:
+    """wire.RESULT_HEADER; see there."""
+
+    step: int
+    substep: int
+    received_ns: int
+    finished_ns: int = 0
+    apply_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    status: int = wire.StepStatus.OK
+    num_entries: int = 0
+    num_candidates: int = 0
+    last: bool = False
 
 
 class ResultView:
-    """A result slot to be filled."""
+    """A result slot to be filled: entries and candidates first, the header when all is known."""
 
-    __slots__ = ("_capacities", "_layout", "_slot", "header")
+    __slots__ = ("_capacities", "_layout", "_slot")
 
     def __init__(self, slot: NDArray[np.uint8], layout: wire.ResultSlotLayout, capacities: wire.Capacities) -> None:
-        self.header = _region(slot, layout.header, wire.RESULT_HEADER, 1)
         self._slot = slot
         self._layout = layout
         self._capacities = capacities
@@ -63,12 +105,15 @@ class ResultView:
     def entries(self, count: int) -> NDArray[Any]:
         """The first `count` entries. Raises ValueError if the slot has no room for them."""
         _check_room("result entries", count, self._capacities.max_results)
-        return _region(self._slot, self._layout.entries, wire.RESULT_ENTRY, count)
+        return _region(self._slot, self._layout.entries, _ENTRIES, count)
 
     def candidates(self, count: int) -> NDArray[Any]:
         """The first `count` candidates. Raises ValueError if the slot has no room for them."""
         _check_room("candidates", count, self._capacities.max_candidates)
-        return _region(self._slot, self._layout.candidates, wire.CANDIDATE, count)
+        return _region(self._slot, self._layout.candidates, _CANDIDATES, count)
+
+    def write_header(self, header: ResultHeader) -> None:
+        _RESULT_HEADER.pack_into(self._slot.data, self._layout.header, *[getattr(header, name) for name in _RESULT_FIELDS])
 
 
 def _check_room(what: str, count: int, capacity: int) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.moves import BlockMover
-from twinplane.data_plane.rows import Decodes, Ids, Rows
+from twinplane.data_plane.rows import Rows, Sampling
 from twinplane.data_plane.sampler import Sampler
-from twinplane.data_plane.step import ResultView, StepView
+from twinplane.data_plane.step import ResultHeader, ResultView, StepView
 from twinplane.shared.log import Limiter, get_logger
-from twinplane.shared.wire import Capacities, Phase, ResultFlag, ResultSlotLayout, SeqFlag, StepSlotLayout, StepStatus
+from twinplane.shared.wire import Capacities, Phase, ResultSlotLayout, StepSlotLayout, StepStatus
 
 log = get_logger(__name__)
 
@@ -84,82 +84,71 @@ class Worker:
     def _serve(self, sequence: int, stopped: Callable[[], bool]) -> None:
         """Each substep is answered by a result of its own. Between two, the control plane may ask for the end, and so may whoever
         stops this loop; the result then is the step's last."""
-        received_ns, decodes, substep = time.monotonic_ns(), None, 0
+        received_ns, sampling, substep = time.monotonic_ns(), None, 0
         is_last = False
         while not is_last:
             slot = self._result_slot(sequence, stopped)
             if slot is None:
                 return
             result = ResultView(slot, self._result_layout, self._capacities)
-            header = result.header
-            header["step"], header["substep"], header["received_ns"] = sequence, substep, received_ns
-            header["status"], header["num_entries"], header["num_candidates"] = StepStatus.OK, 0, 0
-            header["apply_us"] = header["forward_us"] = header["sample_us"] = 0
+            header = ResultHeader(sequence, substep, received_ns)
             try:
-                decodes = self._execute(sequence, result) if substep == 0 else self._go_on(sequence, decodes, result)
+                sampling = self._execute(header, result) if sampling is None else self._go_on(sampling, header, result)
             except Exception as error:
-                header["status"], header["num_entries"], header["num_candidates"] = StepStatus.FAILED, 0, 0
-                self._publish(sequence, result, is_last=True)
+                header.status, header.num_entries, header.num_candidates = StepStatus.FAILED, 0, 0
+                self._publish(header, result, is_last=True)
                 raise StepFailedError(f"step {sequence} failed: {type(error).__name__}: {error}") from error
-            is_last = decodes is None or self._rings.interrupted() > sequence or stopped()
-            self._publish(sequence, result, is_last=is_last)
+            is_last = sampling is None or self._rings.interrupted() > sequence or stopped()
+            self._publish(header, result, is_last=is_last)
             substep += 1
 
-    def _execute(self, sequence: int, result: ResultView) -> Decodes | None:
-        """Apply, forward, sample; fills the result but for its time of publication. Returns what further substeps compute, if any."""
-        header, started = result.header, time.monotonic_ns()
-        self._rings.set_phase(Phase.APPLY, sequence)
-        step = StepView(self._rings.step(sequence), self._step_layout)
+    def _execute(self, header: ResultHeader, result: ResultView) -> Sampling | None:
+        """Apply, forward, sample; fills the result and most of its header. Returns what further substeps compute, if any."""
+        started = time.monotonic_ns()
+        self._rings.set_phase(Phase.APPLY, header.step)
+        step = StepView(self._rings.step(header.step), self._step_layout)
         self._rows.apply(step)
         self._mover.apply(step)
         if not len(step.seqs):
-            _clock(header, "apply_us", started)
+            header.apply_us = _microseconds(started, time.monotonic_ns())
             return None
-        batch = self._rows.batch(step)
-        decodes = self._rows.decodes(step) if step.num_substeps > 1 else None
-        _clock(header, "apply_us", started)
-        sampling = step.seqs[(step.seqs["flags"] & SeqFlag.SAMPLES) != 0]
-        positions = sampling["position"].astype(np.int64) + sampling["num_tokens"]
-        entries = self._compute(sequence, batch, sampling["row"].astype(np.int64), positions, result)
-        return decodes if decodes is not None and self._rows.go_on(decodes, entries) else None
+        batch, sampling = self._rows.batch(step)
+        header.apply_us = _microseconds(started, time.monotonic_ns())
+        return self._compute(batch, sampling, header, result)
 
-    def _go_on(self, sequence: int, decodes: Decodes | None, result: ResultView) -> Decodes | None:
+    def _go_on(self, sampling: Sampling, header: ResultHeader, result: ResultView) -> Sampling | None:
         """The next substep: nothing is applied, the inputs are the last substep's samples."""
-        assert decodes is not None
-        batch = self._rows.next_batch(decodes)
-        entries = self._compute(sequence, batch, decodes.rows, decodes.positions, result)
-        return decodes if self._rows.go_on(decodes, entries) else None
+        return self._compute(self._rows.next_batch(sampling), sampling, header, result)
 
-    def _compute(self, sequence: int, batch: Batch, rows: Ids, positions: Ids, result: ResultView) -> NDArray[np.void]:
-        """Forward and sample: `rows` [R], whose new tokens take `positions` [R]. Returns the result's entries."""
-        header, started = result.header, time.monotonic_ns()
-        self._rings.set_phase(Phase.FORWARD, sequence)
+    def _compute(self, batch: Batch, sampling: Sampling, header: ResultHeader, result: ResultView) -> Sampling | None:
+        """Forward and sample. Returns what of `sampling` goes on in a further substep, if any."""
+        started = time.monotonic_ns()
+        self._rings.set_phase(Phase.FORWARD, header.step)
         logits = self._device.forward(batch)
-        started = _clock(header, "forward_us", started)
-        self._rings.set_phase(Phase.SAMPLE, sequence)
-        entries = result.entries(len(rows))
-        if len(rows):
-            self._sample(sequence, logits, rows, positions, entries, result)
-        _clock(header, "sample_us", started)
-        return entries
+        computed = time.monotonic_ns()
+        self._rings.set_phase(Phase.SAMPLE, header.step)
+        goes_on = bool(sampling.rows) and self._sample(logits, sampling, header, result)
+        header.forward_us, header.sample_us = _microseconds(started, computed), _microseconds(computed, time.monotonic_ns())
+        return sampling if goes_on else None
 
-    def _sample(
-        self, sequence: int, logits: NDArray[np.float32], rows: Ids, positions: Ids, entries: NDArray[np.void], result: ResultView
-    ) -> None:
-        candidates = result.candidates(self._rows.num_candidates(rows))
-        used = self._sampler.sample(logits, rows, positions, entries, candidates)
-        result.header["num_entries"], result.header["num_candidates"] = len(entries), used
-        bad = entries["row"][(entries["flags"] & ResultFlag.NOT_FINITE) != 0]
-        if len(bad):
-            self._limiter.log(log.error, "logits_not_finite", rows=bad.tolist(), step=sequence)
+    def _sample(self, logits: NDArray[np.float32], sampling: Sampling, header: ResultHeader, result: ResultView) -> bool:
+        """Returns whether a further substep follows."""
+        rows = sampling.rows
+        entries, candidates = result.entries(len(rows)), result.candidates(self._rows.num_candidates(rows))
+        sampled = self._sampler.sample(logits, rows, sampling.positions, entries, candidates)
+        header.num_entries, header.num_candidates = len(rows), sampled.num_candidates
+        if -1 in sampled.tokens:
+            bad = [row for row, token in zip(rows, sampled.tokens, strict=True) if token < 0]
+            self._limiter.log(log.error, "logits_not_finite", rows=bad, step=header.step)
+        return self._rows.go_on(sampling, sampled.tokens)
 
-    def _publish(self, sequence: int, result: ResultView, *, is_last: bool) -> None:
-        self._rings.set_phase(Phase.PUBLISH, sequence)
-        result.header["last"] = is_last
-        result.header["finished_ns"] = time.monotonic_ns()
+    def _publish(self, header: ResultHeader, result: ResultView, *, is_last: bool) -> None:
+        self._rings.set_phase(Phase.PUBLISH, header.step)
+        header.last, header.finished_ns = is_last, time.monotonic_ns()
+        result.write_header(header)
         self._rings.publish()
         if is_last:
-            self._rings.consume(sequence)  # after the step's last result: the planner may now reuse what the slot named
+            self._rings.consume(header.step)  # after the step's last result: the planner may now reuse what the slot named
 
     def _result_slot(self, sequence: int, stopped: Callable[[], bool]) -> NDArray[np.uint8] | None:
         """A free result slot; None when stopped while the ring was full (then nobody reads results any more)."""
@@ -171,8 +160,5 @@ class Worker:
         return slot
 
 
-def _clock(header: NDArray[Any], field: str, started_ns: int) -> int:
-    """Write the microseconds since `started_ns` into the header; returns now."""
-    now = time.monotonic_ns()
-    header[field] = (now - started_ns) // 1000
-    return now
+def _microseconds(started_ns: int, ended_ns: int) -> int:
+    return (ended_ns - started_ns) // 1000

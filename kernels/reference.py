@@ -33,6 +33,7 @@ OPERATIONS = (
     "rope",
     "silu_mul",
     "gelu_mul",
+    "argmax",
     "uniforms",
     "sample",
     *LINEAR_GROUP,
@@ -421,12 +422,22 @@ def draw(ids: Tensor, weights: Tensor, u: float) -> int:
     return int(ids[min(index, len(ids) - 1)])
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
-    """The token drawn for every row: filters, then inverse CDF.
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest token of every row (ties: lowest id); -1 for a row with NaN or without a finite greatest value.
 
-    logits [T, V] with a finite greatest value in each row; temperature > 0, top_k int64 (see `kept_tokens`), top_p, min_p and
-    uniforms in [0, 1), all [T] -> int32 [T].
+    logits [T, V] -> int32 [T].
     """
-    filters = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    rows = zip(logits, filters, uniforms.tolist(), strict=True)
-    return torch.tensor([draw(*kept_tokens(row, *cut), u) for row, cut, u in rows], dtype=torch.int32)
+    best = logits.argmax(-1)  # the first NaN, if there is one
+    finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
+    return torch.where(finite, best, -1).int()
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
+    """The token drawn for every row: filters, then inverse CDF. -1 for a row that `argmax` marks so.
+
+    logits [T, V]; temperature > 0, top_k int64 (see `kept_tokens`), top_p, min_p and uniforms in [0, 1), all [T] -> int32 [T].
+    """
+    tiny = torch.finfo(torch.float32).tiny  # below it 0 / T could be 0 / 0 where denormals are flushed
+    filters = zip(temperature.clamp(min=tiny).tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    rows = zip(logits, argmax(logits).tolist(), filters, uniforms.tolist(), strict=True)
+    return torch.tensor([draw(*kept_tokens(row, *cut), u) if best >= 0 else -1 for row, best, cut, u in rows], dtype=torch.int32)

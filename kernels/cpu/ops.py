@@ -301,14 +301,14 @@ def decoder_logits(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Greedy choice per row, [T, V] -> int32 [T]; -1 for a row with NaN or without a finite greatest value."""
+    """See reference.argmax."""
     out = torch.empty(logits.shape[0], dtype=torch.int32)
     _cpu.argmax(_float(logits), out)
     return out
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
-    """See reference.sample. -1 for a row that `argmax` marks so."""
+    """See reference.sample."""
     out = torch.empty(logits.shape[0], dtype=torch.int32)
     _cpu.sample(_float(logits), temperature, top_k, top_p, min_p, uniforms, out)
     return out

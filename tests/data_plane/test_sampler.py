@@ -37,14 +37,14 @@ class Bench:
 
     def sample(self, logits: np.ndarray, rows: list[int], positions: list[int]) -> np.ndarray:
         out = np.zeros(len(rows), dtype=RESULT_ENTRY)
-        self._sampler.sample(logits.copy(), np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64), out)
+        self._sampler.sample(logits.copy(), rows, positions, out)
         return out
 
     def candidates(self, logits: np.ndarray, rows: list[int], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Entries, and the candidates of all rows."""
-        out, room = np.zeros(len(rows), dtype=RESULT_ENTRY), np.zeros(self.rows.num_candidates(np.array(rows)), dtype=CANDIDATE)
-        used = self._sampler.sample(logits.copy(), np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64), out, room)
-        return out, room[:used]
+        out, room = np.zeros(len(rows), dtype=RESULT_ENTRY), np.zeros(self.rows.num_candidates(rows), dtype=CANDIDATE)
+        sampled = self._sampler.sample(logits.copy(), rows, positions, out, room)
+        return out, room[: sampled.num_candidates]
 
     def one(self, logits: np.ndarray, position: int = 5, extras: dict[ExtraKind, list[int]] | None = None, **params: Any) -> np.void:
         self.open(3, extras, **params)

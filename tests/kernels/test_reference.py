@@ -172,3 +172,12 @@ def test_registry_names_what_it_has_when_asked_for_something_else():
         registry.select("abacus")
     with pytest.raises(ValueError, match=r"has no implementation 'nowhere'"):
         registry.select("cpu", only="nowhere")
+
+
+def test_rows_that_can_not_be_sampled_from_are_marked_and_affect_no_other() -> None:
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0], [1.0, float("nan"), 5.0], [-float("inf")] * 3, [float("inf"), 0.0, 1.0], [-float("inf"), 0.0, -1.0]]
+    )
+    ones, zeros = torch.ones(5), torch.zeros(5)
+    assert reference.argmax(logits).tolist() == [1, -1, -1, -1, 1]
+    assert reference.sample(logits, ones * 1e-40, zeros.long(), ones, zeros, ones / 2).tolist() == [2, -1, -1, -1, 1]
