@@ -174,23 +174,49 @@ void write_value(const float* value, void* line, uint8_t* power, int64_t value_d
   }
 }
 
-float greatest_logit(const float* logits, int64_t vocab) {
+// The greatest logit, NaN if one is, and where the first block that holds it begins.
+struct Top {
+  static constexpr int64_t kBlock = 256;
+  float logit = -HUGE_VALF;
+  int64_t block = 0;
+};
+
+inline Top top_of(const float* logits, int64_t vocab) {
   const F16 lowest = F16::broadcast(-HUGE_VALF);
-  F16 greatest = lowest;
+  Top top;
   bool nan = false;
-  for (int64_t i = 0; i < vocab; i += 16) {
-    const F16 x = load_at(logits, i, vocab).keep(0, vocab - i, lowest);
-    nan |= x.has_nan();
-    greatest = greatest.max(x);
+  for (int64_t start = 0; start < vocab; start += Top::kBlock) {
+    F16 greatest[4] = {lowest, lowest, lowest, lowest};
+    const int64_t end = start + Top::kBlock < vocab ? start + Top::kBlock : vocab;
+    int64_t i = start;
+    for (; i + 64 <= end; i += 64) {
+      unroll<4>([&](auto v) TWINPLANE_INLINE {
+        const F16 x = F16::load(logits + i + v.value * 16);
+        __builtin_prefetch(logits + i + v.value * 16 +
+                           1024);  // asked ahead, as the products do; beyond the end is no fault
+        nan |= x.has_nan();
+        greatest[v.value] = greatest[v.value].max(x);
+      });
+    }
+    for (; i < end; i += 16) {
+      const F16 x = load_at(logits, i, vocab).keep(0, vocab - i, lowest);
+      nan |= x.has_nan();
+      greatest[0] = greatest[0].max(x);
+    }
+    const float here = greatest[0].max(greatest[1]).max(greatest[2].max(greatest[3])).greatest();
+    if (here > top.logit) top = {here, start};
   }
-  return nan ? NAN : greatest.greatest();
+  if (nan) top.logit = NAN;
+  return top;
 }
 
+float greatest_logit(const float* logits, int64_t vocab) { return top_of(logits, vocab).logit; }
+
 int64_t argmax(const float* logits, int64_t vocab) {
-  const float top = greatest_logit(logits, vocab);
-  if (!(top > -HUGE_VALF && top < HUGE_VALF)) return -1;
-  int64_t index = 0;
-  while (logits[index] != top) ++index;
+  const Top top = top_of(logits, vocab);
+  if (!(top.logit > -HUGE_VALF && top.logit < HUGE_VALF)) return -1;
+  int64_t index = top.block;
+  while (logits[index] != top.logit) ++index;
   return index;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <span>
 #include <vector>
 
 #include "kernels/cpu/kernels.hpp"
@@ -107,9 +108,15 @@ class Descending {
     distribute();
   }
 
+  // Those that weights of at least the threshold fall into.
+  std::span<Bucket> buckets() const {
+    const size_t last = bucket_of(weight_key(kThresholds[stage_], 0));
+    return {scratch_.buckets.data(), std::min(last + 1, kBuckets)};
+  }
+
   // Counting sort of `found` into `keys` by bucket.
   void distribute() {
-    std::vector<Bucket>& buckets = scratch_.buckets;
+    const std::span<Bucket> buckets = this->buckets();
     std::fill(buckets.begin(), buckets.end(), Bucket{});
     for (size_t i = 0; i < count_; ++i) ++buckets[bucket_of(scratch_.found[i])].end;
     size_t begin = 0;
@@ -135,7 +142,7 @@ class Descending {
     double before = 0;
     const Bucket* last = nullptr;
     double before_last = 0;
-    for (const Bucket& bucket : scratch_.buckets) {
+    for (const Bucket& bucket : buckets()) {
       if (bucket.begin == bucket.end) continue;
       last = &bucket;
       before_last = before;

@@ -17,14 +17,10 @@ int64_t weigh(const Weighing& w, double* total) {
       x[v.value] = i < w.vocab ? load_at(w.logits, i, w.vocab).keep(0, w.vocab - i, lowest) : lowest;
       greatest = greatest.max(x[v.value]);
     });
-    if (total == nullptr && greatest.greatest() < w.skip_below) continue;
-    greatest = F16::zero();
-    unroll<4>([&](auto v) TWINPLANE_INLINE {
-      x[v.value] = exp((x[v.value] - peak) * inverse_temperature);
-      greatest = greatest.max(x[v.value]);
-    });
+    if (total == nullptr && !greatest.reaches(w.skip_below)) continue;
+    unroll<4>([&](auto v) TWINPLANE_INLINE { x[v.value] = exp((x[v.value] - peak) * inverse_temperature); });
     if (total != nullptr) sum += static_cast<double>(((x[0] + x[1]) + (x[2] + x[3])).sum());
-    if (greatest.greatest() < w.threshold) continue;
+    if (!x[0].max(x[1]).max(x[2].max(x[3])).reaches(w.threshold)) continue;
     float weights[kBlock];
     unroll<4>([&](auto v) TWINPLANE_INLINE { x[v.value].store(weights + v.value * 16); });
     const int64_t end = w.vocab - start < kBlock ? w.vocab - start : kBlock;

@@ -105,6 +105,11 @@ struct F16 {
     return (_mm256_movemask_ps(_mm256_cmp_ps(lo, lo, _CMP_UNORD_Q)) |
             _mm256_movemask_ps(_mm256_cmp_ps(hi, hi, _CMP_UNORD_Q))) != 0;
   }
+  bool reaches(float x) const {
+    const __m256 least = _mm256_set1_ps(x);
+    return (_mm256_movemask_ps(_mm256_cmp_ps(lo, least, _CMP_GE_OQ)) |
+            _mm256_movemask_ps(_mm256_cmp_ps(hi, least, _CMP_GE_OQ))) != 0;
+  }
   static float greatest_magnitude(F16 a, F16 b) {
     const __m256i both = greater(greater(a.lo, a.hi), greater(b.lo, b.hi));
     const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));

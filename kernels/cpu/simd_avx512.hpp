@@ -87,6 +87,8 @@ struct F16 {
   }
   // Whether any lane is NaN.
   bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
+  // Whether any lane is at least x.
+  bool reaches(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_GE_OQ) != 0; }
 
  private:
   static int32_t sum_of_bytes(__m128i bytes) {

@@ -128,6 +128,11 @@ struct F16 {
     for (float x : v) found |= x != x;
     return found;
   }
+  bool reaches(float least) const {
+    bool found = false;
+    for (float x : v) found |= x >= least;
+    return found;
+  }
 
  private:
   static float widen(Bf16 x) {
