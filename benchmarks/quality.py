@@ -67,7 +67,7 @@ def _log_probabilities(path: Path, form: Format, tokens: list[int]) -> NDArray[n
     block_size = choose_block_size(layers[0].head_dim, kv_dtype)
     blocks = -(-len(tokens) // block_size)
     device.allocate_kv(KVSpec(layers, kv_dtype, block_size), blocks)
-    logits = np.concatenate([device.forward(batch) for batch in _chunks(tokens, blocks)])
+    logits = np.concatenate([device.forward(batch).numpy() for batch in _chunks(tokens, blocks)])
     return torch.from_numpy(logits).log_softmax(-1).numpy()
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.rows import Rows
@@ -93,13 +94,10 @@ def _sampler_line(kind: str, logits: NDArray[np.float32], ops: registry.Ops, rep
     rows = Rows(capacities, block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN, num_blocks=1, vocab_size=vocab)
     rows.apply(StepView(_decode_step(_opened(kind, batch), batch, capacities), wire.StepSlotLayout(capacities)))
     sampler = Sampler(rows, ops)
-    numbers, out = list(range(batch)), np.zeros(batch, dtype=wire.RESULT_ENTRY)
-    candidates = np.zeros(rows.num_candidates(numbers), dtype=wire.CANDIDATE)
-    scratch = logits.copy()  # edits and penalties change it
-    positions = [_POSITION] * batch
+    scratch = torch.from_numpy(logits.copy())  # edits and penalties change it
 
     def work() -> None:
-        sampler.sample(scratch, numbers, positions, out, candidates)
+        sampler.sample(scratch, list(range(batch)), [_POSITION] * batch)
 
     work()
     return {"rows": kind, "us": _median_us(work, repeats)}
@@ -155,7 +153,7 @@ def _step_us(kind: str, logits: NDArray[np.float32], ops: registry.Ops, repeats:
     batch, vocab = logits.shape
     capacities, opens = _capacities(batch), _opened(kind, batch)
     rings = _Rings(_decode_step(opens, batch, capacities), _decode_step(opens[:0], batch, capacities), capacities)
-    device = cast(Device, SimpleNamespace(ops=ops, forward=lambda _: logits))
+    device = cast(Device, SimpleNamespace(ops=ops, forward=lambda _: torch.from_numpy(logits)))
     worker = Worker(device, rings, block_size=_BLOCK_SIZE, num_blocks=1, max_model_len=_MODEL_LEN, vocab_size=vocab)
 
     def work() -> None:

@@ -142,10 +142,9 @@ class CpuDevice(Device):
                     return
                 yield True
 
-    def forward(self, batch: Batch) -> NDArray[np.float32]:
+    def forward(self, batch: Batch) -> Tensor:
         with torch.inference_mode():
-            logits: NDArray[np.float32] = self._model.forward(batch, self._cache).numpy()
-        return logits
+            return self._model.forward(batch, self._cache)
 
     def swap_out(self, swaps: NDArray[Any]) -> None:
         with torch.inference_mode():

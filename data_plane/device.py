@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.host import HostMemory
 from twinplane.data_plane.kv_cache import KVSpec
@@ -57,8 +57,8 @@ class Device(ABC):
         """A few milliseconds of what can wait until there is nothing else to do. False once nothing of it is left."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> NDArray[np.float32]:
-        """Run the model: write the batch's KV, return logits [R, vocab] of its sampling tokens, the caller's to overwrite."""
+    def forward(self, batch: Batch) -> Tensor:
+        """Run the model: write the batch's KV, return logits [R, vocab] float32 of its sampling tokens, the caller's to overwrite."""
 
     @abstractmethod
     def swap_out(self, swaps: NDArray[Any]) -> None:

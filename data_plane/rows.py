@@ -6,13 +6,14 @@ Everything else about a sequence is known to the control plane alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from twinplane.data_plane.batch import Batch
-from twinplane.data_plane.step import StepView
+from twinplane.data_plane.step import Entry, StepView
 from twinplane.shared.wire import NO_TOKEN, ROW_OPEN, Capacities, ExtraKind, RowFlag, SeqFlag
 
 Ids = NDArray[np.int64]
@@ -238,17 +239,10 @@ class Rows:
 
     # ---------------------------------------------------------------------------------------- sampling
 
-    def num_candidates(self, rows: list[int]) -> int:
-        """How many candidates `rows` return together, at most."""
-        return sum(int(self.params["num_candidates"][row]) for row in rows if row in self.explaining)
-
-    def record(self, rows: list[int], tokens: list[int]) -> None:
-        """`tokens` were sampled by `rows`: they are what a relay will find, and what penalties count."""
-        for row, token in zip(rows, tokens, strict=True):
+    def record(self, entries: Iterable[Entry]) -> None:
+        """`entries` were sampled: their tokens are what a relay will find, and what penalties count."""
+        for row, token, *_ in entries:
             self.last_token[row] = token
-        if not self.attachments:
-            return
-        for row, token in zip(rows, tokens, strict=True):
             attachments = self.attachments.get(row)
             if attachments is not None and attachments.output_counts is not None and attachments.seen is not None:
                 attachments.output_counts[token] += 1

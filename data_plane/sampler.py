@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from twinplane.data_plane.rows import Attachments, Rows, has_penalties
+from twinplane.data_plane.step import Candidate, Entry
 from twinplane.kernels.registry import Ops
-from twinplane.shared.wire import RESULT_ENTRY, ResultFlag, RowFlag
+from twinplane.shared.wire import ResultFlag, RowFlag
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -27,10 +29,11 @@ _BOUNDS = (-4.0, -8.0, -16.0, -np.inf)  # below the greatest logit, for the like
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a call of the sampler gave, beside the entries."""
+    """What a step's rows have sampled."""
 
-    tokens: list[int]  # [R]; -1: no token could be sampled
-    num_candidates: int
+    tokens: list[int]  # [R]; -1: none could be
+    entries: list[Entry]  # [R]
+    candidates: list[Candidate]  # of the rows that return some, one after another
 
 
 class Sampler:
@@ -43,49 +46,45 @@ class Sampler:
         self._counters = params["seed"].view(np.int64), params["stream"]
         self._filters = params["temperature"], params["top_k"], params["top_p"], params["min_p"]
 
-    def sample(
-        self, logits: Floats, rows: list[int], positions: list[int], out: NDArray[np.void], candidates: NDArray[np.void] | None = None
-    ) -> Sampled:
+    def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> Sampled:
         """Sample one token per row and record it in the rows' state.
 
-        logits [R, vocab] (overwritten); rows [R]; positions [R], the position each new token will take;
-        out [R] RESULT_ENTRY; candidates, room for those of all rows that return some, CANDIDATE. A row whose logits hold
-        NaN or +inf, or are all -inf (before or after its edits), is flagged NOT_FINITE, has no candidates and affects no
-        other.
+        logits [R, vocab] float32 (overwritten); rows [R]; positions [R], the position each new token will take. A row whose logits
+        hold NaN or +inf, or are all -inf (before or after its edits), is flagged NOT_FINITE, has no candidates and affects no other.
         """
-        assert out.dtype == RESULT_ENTRY
         if self._rows.attachments:
-            self._edit(logits, rows, positions)
+            self._edit(logits.numpy(), rows, positions)
         tokens = self._choose(logits, rows, positions)
-        valid = [max(token, 0) for token in tokens]  # a relay already sent for a row must find a valid id
-        out[:] = [(row, token, 0.0, 0, 0) for row, token in zip(rows, valid, strict=True)]
-        if -1 in tokens:
-            out["flags"] = [_NOT_FINITE if token < 0 else 0 for token in tokens]
-        self._rows.record(rows, valid)
-        if self._rows.explaining.isdisjoint(rows):
-            return Sampled(tokens, 0)
-        return Sampled(tokens, self._explain(logits, rows, tokens, out, candidates))
+        # A relay already sent for a row must find a valid id, whatever came out.
+        entries: list[Entry] = [
+            (row, token, 0.0, 0, 0) if token >= 0 else (row, 0, 0.0, 0, _NOT_FINITE) for row, token in zip(rows, tokens, strict=True)
+        ]
+        self._rows.record(entries)
+        candidates: list[Candidate] = []
+        if not self._rows.explaining.isdisjoint(rows):
+            self._explain(logits.numpy(), entries, candidates)
+        return Sampled(tokens, entries, candidates)
 
-    def _choose(self, logits: Floats, rows: list[int], positions: list[int]) -> list[int]:
+    def _choose(self, logits: Tensor, rows: list[int], positions: list[int]) -> list[int]:
         """The token of every row, drawn or the likeliest; -1 where there is none."""
         drawing = [i for i, row in enumerate(rows) if row in self._rows.drawing]
         if len(drawing) == len(rows):
             return self._draw(logits, rows, positions)
-        tokens: list[int] = self._ops.argmax(torch.from_numpy(logits)).tolist()
+        tokens: list[int] = self._ops.argmax(logits).tolist()
         if drawing:
             drawn = self._draw(logits[drawing], [rows[i] for i in drawing], [positions[i] for i in drawing])
             for i, token in zip(drawing, drawn, strict=True):
                 tokens[i] = token
         return tokens
 
-    def _draw(self, logits: Floats, rows: list[int], positions: list[int]) -> list[int]:
+    def _draw(self, logits: Tensor, rows: list[int], positions: list[int]) -> list[int]:
         where = np.array(rows)
         seeds, streams = (column[where] for column in self._counters)
         temperature, top_k, top_p, min_p = (column[where] for column in self._filters)
         counters = seeds, streams.astype(np.int64), np.array(positions)
         uniforms = self._ops.uniforms(*map(torch.from_numpy, counters))
         filters = map(torch.from_numpy, (temperature, top_k.astype(np.int64), top_p, min_p))
-        tokens: list[int] = self._ops.sample(torch.from_numpy(logits), *filters, uniforms).tolist()
+        tokens: list[int] = self._ops.sample(logits, *filters, uniforms).tolist()
         return tokens
 
     def _edit(self, logits: Floats, rows: list[int], positions: list[int]) -> None:
@@ -98,23 +97,17 @@ class Sampler:
             if has_penalties(params := self._rows.params[row]):
                 penalize(logits[i], attachments, params)
 
-    def _explain(
-        self, logits: Floats, rows: list[int], tokens: list[int], out: NDArray[np.void], candidates: NDArray[np.void] | None
-    ) -> int:
-        """Log-probabilities, and candidates one row after another, of the rows that return some. Returns how many candidates."""
-        used = 0
-        for i, row in enumerate(rows):
-            if row not in self._rows.explaining or tokens[i] < 0:
+    def _explain(self, logits: Floats, entries: list[Entry], candidates: list[Candidate]) -> None:
+        """Add log-probabilities to the entries of the rows that return them, and the candidates of those that return some."""
+        for i, (row, token, _, _, flags) in enumerate(entries):
+            if row not in self._rows.explaining or flags & _NOT_FINITE:
                 continue
             params = self._rows.params[row]
             if params["flags"] & _LOGPROBS:
-                out[i]["logprob"], out[i]["rank"] = logprob_and_rank(logits[i], tokens[i])
-            if candidates is not None and params["num_candidates"]:
+                entries[i] = (row, token, *logprob_and_rank(logits[i], token), flags)
+            if params["num_candidates"]:
                 ids, logprobs = likeliest(logits[i], int(params["num_candidates"]))
-                part = candidates[used : used + len(ids)]
-                part["token"], part["logprob"] = ids, logprobs
-                used += len(ids)
-        return used
+                candidates += zip(ids.tolist(), logprobs.tolist(), strict=True)
 
 
 def edit(logits: Floats, attachments: Attachments, position: int) -> None:

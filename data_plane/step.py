@@ -7,6 +7,7 @@ needed is not called.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from twinplane.shared import wire
 
-_CODES = {"<u8": "Q", "<u4": "I"}
+_CODES = {"<u8": "Q", "<u4": "I", "<i4": "i", "<f4": "f"}
 
 
 def _packing(dtype: np.dtype[Any]) -> struct.Struct:
@@ -25,6 +26,7 @@ def _packing(dtype: np.dtype[Any]) -> struct.Struct:
 
 
 _STEP_HEADER, _RESULT_HEADER = _packing(wire.STEP_HEADER), _packing(wire.RESULT_HEADER)
+_RESULT_ENTRY, _CANDIDATE = _packing(wire.RESULT_ENTRY), _packing(wire.CANDIDATE)
 _RESULT_FIELDS = wire.RESULT_HEADER.names or ()
 
 
@@ -72,7 +74,6 @@ def _region(slot: NDArray[np.uint8], offset: int, empty: NDArray[Any], count: in
 _SEQS, _OPENS, _FORKS = (np.empty(0, dtype) for dtype in (wire.SEQ_ENTRY, wire.ROW_OPEN, wire.ROW_FORK))
 _WRITES, _SWAPS, _COPIES = (np.empty(0, dtype) for dtype in (wire.TABLE_WRITE, wire.BLOCK_SWAP, wire.BLOCK_COPY))
 _TOKEN_IDS, _WORDS = np.empty(0, "<i4"), np.empty(0, "<u4")
-_ENTRIES, _CANDIDATES = np.empty(0, wire.RESULT_ENTRY), np.empty(0, wire.CANDIDATE)
 
 
 @dataclass(slots=True)
@@ -92,28 +93,35 @@ class ResultHeader:
     last: bool = False
 
 
+Entry = tuple[int, int, float, int, int]  # wire.RESULT_ENTRY
+Candidate = tuple[int, float]  # wire.CANDIDATE
+
+
 class ResultView:
-    """A result slot to be filled: entries and candidates first, the header when all is known."""
+    """A result slot to be filled."""
 
     __slots__ = ("_capacities", "_layout", "_slot")
 
     def __init__(self, slot: NDArray[np.uint8], layout: wire.ResultSlotLayout, capacities: wire.Capacities) -> None:
-        self._slot = slot
+        self._slot = slot.data
         self._layout = layout
         self._capacities = capacities
 
-    def entries(self, count: int) -> NDArray[Any]:
-        """The first `count` entries. Raises ValueError if the slot has no room for them."""
-        _check_room("result entries", count, self._capacities.max_results)
-        return _region(self._slot, self._layout.entries, _ENTRIES, count)
-
-    def candidates(self, count: int) -> NDArray[Any]:
-        """The first `count` candidates. Raises ValueError if the slot has no room for them."""
-        _check_room("candidates", count, self._capacities.max_candidates)
-        return _region(self._slot, self._layout.candidates, _CANDIDATES, count)
+    def write_samples(self, entries: list[Entry], candidates: list[Candidate]) -> None:
+        """Raises ValueError if the slot has no room for them."""
+        _check_room("result entries", len(entries), self._capacities.max_results)
+        _check_room("candidates", len(candidates), self._capacities.max_candidates)
+        _pack(_RESULT_ENTRY, self._slot, self._layout.entries, entries)
+        _pack(_CANDIDATE, self._slot, self._layout.candidates, candidates)
 
     def write_header(self, header: ResultHeader) -> None:
-        _RESULT_HEADER.pack_into(self._slot.data, self._layout.header, *[getattr(header, name) for name in _RESULT_FIELDS])
+        _pack(_RESULT_HEADER, self._slot, self._layout.header, [[getattr(header, name) for name in _RESULT_FIELDS]])
+
+
+def _pack(packing: struct.Struct, slot: memoryview, offset: int, items: Iterable[Iterable[Any]]) -> None:
+    for item in items:
+        packing.pack_into(slot, offset, *item)
+        offset += packing.size
 
 
 def _check_room(what: str, count: int, capacity: int) -> None:

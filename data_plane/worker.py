@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from twinplane.data_plane.batch import Batch
 from twinplane.data_plane.device import Device
 from twinplane.data_plane.moves import BlockMover
@@ -131,14 +132,13 @@ class Worker:
         header.forward_us, header.sample_us = _microseconds(started, computed), _microseconds(computed, time.monotonic_ns())
         return sampling if goes_on else None
 
-    def _sample(self, logits: NDArray[np.float32], sampling: Sampling, header: ResultHeader, result: ResultView) -> bool:
+    def _sample(self, logits: Tensor, sampling: Sampling, header: ResultHeader, result: ResultView) -> bool:
         """Returns whether a further substep follows."""
-        rows = sampling.rows
-        entries, candidates = result.entries(len(rows)), result.candidates(self._rows.num_candidates(rows))
-        sampled = self._sampler.sample(logits, rows, sampling.positions, entries, candidates)
-        header.num_entries, header.num_candidates = len(rows), sampled.num_candidates
+        sampled = self._sampler.sample(logits, sampling.rows, sampling.positions)
+        result.write_samples(sampled.entries, sampled.candidates)
+        header.num_entries, header.num_candidates = len(sampled.entries), len(sampled.candidates)
         if -1 in sampled.tokens:
-            bad = [row for row, token in zip(rows, sampled.tokens, strict=True) if token < 0]
+            bad = [row for row, token in zip(sampling.rows, sampled.tokens, strict=True) if token < 0]
             self._limiter.log(log.error, "logits_not_finite", rows=bad, step=header.step)
         return self._rows.go_on(sampling, sampled.tokens)
 

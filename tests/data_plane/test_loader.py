@@ -245,7 +245,7 @@ def logits_of(path: Path, **options) -> torch.Tensor:
         block_tables=torch.arange(2, dtype=torch.int32)[None],
         sample_tokens=torch.tensor([29]),
     )
-    return torch.from_numpy(served.device.forward(batch)[0])
+    return served.device.forward(batch)[0]
 
 
 WIDE = {**tiny_models.COMMON, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # K-quants have blocks of 256

@@ -36,15 +36,12 @@ class Bench:
         self.rows.apply(StepView(step.build(), StepSlotLayout(CAPACITIES)))
 
     def sample(self, logits: np.ndarray, rows: list[int], positions: list[int]) -> np.ndarray:
-        out = np.zeros(len(rows), dtype=RESULT_ENTRY)
-        self._sampler.sample(logits.copy(), rows, positions, out)
-        return out
+        return self.candidates(logits, rows, positions)[0]
 
     def candidates(self, logits: np.ndarray, rows: list[int], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Entries, and the candidates of all rows."""
-        out, room = np.zeros(len(rows), dtype=RESULT_ENTRY), np.zeros(self.rows.num_candidates(rows), dtype=CANDIDATE)
-        sampled = self._sampler.sample(logits.copy(), rows, positions, out, room)
-        return out, room[: sampled.num_candidates]
+        sampled = self._sampler.sample(torch.from_numpy(logits.copy()), rows, positions)
+        return np.array(sampled.entries, dtype=RESULT_ENTRY), np.array(sampled.candidates, dtype=CANDIDATE)
 
     def one(self, logits: np.ndarray, position: int = 5, extras: dict[ExtraKind, list[int]] | None = None, **params: Any) -> np.void:
         self.open(3, extras, **params)
