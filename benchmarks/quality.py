@@ -56,6 +56,7 @@ FORMATS = (
 )
 
 
+@torch.inference_mode()
 def _log_probabilities(path: Path, form: Format, tokens: list[int]) -> NDArray[np.float32]:
     """Of every token after each position: [T, vocab]."""
     card = read_model_card(path)

@@ -143,8 +143,7 @@ class CpuDevice(Device):
                 yield True
 
     def forward(self, batch: Batch) -> Tensor:
-        with torch.inference_mode():
-            return self._model.forward(batch, self._cache)
+        return self._model.forward(batch, self._cache)
 
     def swap_out(self, swaps: NDArray[Any]) -> None:
         with torch.inference_mode():

@@ -58,7 +58,10 @@ class Device(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch) -> Tensor:
-        """Run the model: write the batch's KV, return logits [R, vocab] float32 of its sampling tokens, the caller's to overwrite."""
+        """Run the model: write the batch's KV, return logits [R, vocab] float32 of its sampling tokens, the caller's to overwrite.
+
+        To be called under ``torch.inference_mode``, which a loop enters once.
+        """
 
     @abstractmethod
     def swap_out(self, swaps: NDArray[Any]) -> None:

@@ -246,7 +246,7 @@ class DataPlane:
         with _timed(phases, "kv_cache"):
             lifeline.send(messages.Progress(phase="kv_cache", done=0, total=self._plan.kv_bytes + self._plan.swap_bytes, unit="bytes"))
             self._device.allocate_kv(self._plan.spec, self._plan.num_blocks, self._plan.num_host_blocks)
-        with _timed(phases, "warm_up"):
+        with _timed(phases, "warm_up"), torch.inference_mode():
             lifeline.send(messages.Progress(phase="warm_up", done=0, total=len(_WARM_UP_TOKENS), unit="steps"))
             for num_tokens in _WARM_UP_TOKENS:
                 if num_tokens <= min(self._plan.kv_tokens, self._plan.max_model_len):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from twinplane.data_plane.batch import Batch
@@ -66,6 +67,7 @@ class Worker:
         self._sampler = Sampler(self._rows, device.ops)
         self._limiter = Limiter()
 
+    @torch.inference_mode()
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve steps until ``stopped()``, which is asked after every step, every wake-up and between substeps.
 

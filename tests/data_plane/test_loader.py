@@ -245,7 +245,8 @@ def logits_of(path: Path, **options) -> torch.Tensor:
         block_tables=torch.arange(2, dtype=torch.int32)[None],
         sample_tokens=torch.tensor([29]),
     )
-    return served.device.forward(batch)[0]
+    with torch.inference_mode():
+        return served.device.forward(batch)[0]
 
 
 WIDE = {**tiny_models.COMMON, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # K-quants have blocks of 256
