@@ -143,6 +143,9 @@ class Stats(NamedTuple):
     dequeued_tokens: int  # their tokens
     results_taken: int  # more than steps_retired where steps had several substeps
     steps_interrupted: int  # of several substeps, asked to end early
+    apply_us_total: int  # what the results taken say the data plane took: for deltas and batch,
+    forward_us_total: int  # for the model,
+    sample_us_total: int  # for sampling
 
 class Scheduler:
     """The scheduler without thread, rings and clock: for tests and the simulator. Not thread-safe."""

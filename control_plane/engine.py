@@ -141,9 +141,11 @@ class Engine:
         self._set_session_state(EngineState.STOPPED)
 
     def _log_figures(self) -> None:
-        """What the scheduler did and cost. ``host_gap``: the data plane waited for a step although there was work;
-        ``over_itl_target``: share of the steps with decodes that took longer than --itl-target-ms."""
+        """What the scheduler did and cost. ``apply``, ``forward``, ``sample``: the data plane's share of a substep, in the mean;
+        ``host_gap``: it waited for a step although there was work; ``over_itl_target``: share of the steps with decodes that took
+        longer than --itl-target-ms."""
         stats = self._core.stats()
+        results = max(stats.results_taken, 1)
         logger.info(
             "scheduler",
             steps=stats.steps_retired,
@@ -157,6 +159,9 @@ class Engine:
             dropped_for_deadline=stats.finished[_core.FINISH_UNREACHABLE],
             tick_us=round(stats.tick_ns_total / 1e3 / max(stats.ticks, 1), 2),
             tick_max_us=round(stats.tick_ns_max / 1e3, 1),
+            apply_us=round(stats.apply_us_total / results),
+            forward_us=round(stats.forward_us_total / results),
+            sample_us=round(stats.sample_us_total / results),
             host_gap_us=round(stats.host_gap_ns_total / 1e3 / max(stats.steps_retired, 1), 2),
             missed_wakes=stats.missed_wakes,
             step_us=stats.step_us,

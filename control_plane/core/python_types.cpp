@@ -91,7 +91,8 @@ void add_named_tuples(nb::module_& module) {
                            "preemptions blocks_swapped_out blocks_swapped_in "
                            "finished refused ticks tick_ns_total tick_ns_max host_gap_ns_total missed_wakes "
                            "last_step_ns step_us predicted_us step_margin chunk_allowance steps_with_decodes "
-                           "steps_over_target dequeued dequeued_tokens results_taken steps_interrupted");
+                           "steps_over_target dequeued dequeued_tokens results_taken steps_interrupted "
+                           "apply_us_total forward_us_total sample_us_total");
 }
 
 nb::object to_event(const Sequence& s, uint32_t from, uint32_t to, bool is_last) {
@@ -125,7 +126,7 @@ nb::object to_stats(const Stats& s, uint64_t refused) {
       c.preemptions, c.blocks_swapped_out, c.blocks_swapped_in, to_list(std::span<const uint64_t>(c.finished)), refused,
       c.ticks, s.tick_ns_total, s.tick_ns_max, c.host_gap_ns, s.missed_wakes, c.last_step_ns, c.step_us, c.predicted_us,
       c.step_margin, c.chunk_allowance, c.steps_with_decodes, c.steps_over_target, s.dequeued, s.dequeued_tokens,
-      c.results_taken, c.steps_interrupted);
+      c.results_taken, c.steps_interrupted, c.apply_us, c.forward_us, c.sample_us);
 }
 
 nb::dict to_dict(const std::optional<PeerView>& peer) {

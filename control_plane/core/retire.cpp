@@ -69,6 +69,9 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
   learn(record, header, now);
   ++record.num_results;
   ++counters_.results_taken;
+  counters_.apply_us += header.apply_us;
+  counters_.forward_us += header.forward_us;
+  counters_.sample_us += header.sample_us;
   if (header.last != 0) {
     complete_step(record, header, now);
   } else {

@@ -43,6 +43,9 @@ struct Counters {
   uint64_t blocks_swapped_in = 0;
   std::array<uint64_t, kNumFinishReasons> finished{};
   uint64_t ticks = 0;
+  uint64_t apply_us = 0;      // what results say the data plane took: for deltas and batch,
+  uint64_t forward_us = 0;    // for the model,
+  uint64_t sample_us = 0;     // for sampling
   uint64_t host_gap_ns = 0;   // the data plane had nothing to do although work was runnable
   uint64_t last_step_ns = 0;  // when the last step retired
   uint64_t step_us = 0;       // what the last step took

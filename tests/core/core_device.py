@@ -19,6 +19,7 @@ from twinplane.shared import wire
 VOCAB = 50
 EOS = 0
 COPIES = -1  # stands for the copies of a step where rows are named
+PHASES_US = (3, 500, 20)  # what each result says applying, the model and sampling took
 NAN_TOKEN = VOCAB  # a prompt that holds it makes the logits of its row NaN
 
 
@@ -383,6 +384,7 @@ class FakeDevice:
         header = slot[layout.header :].view()[: wire.RESULT_HEADER.itemsize].view(wire.RESULT_HEADER)[0]
         header["step"], header["status"], header["num_entries"], header["last"] = step, status, len(entries), last
         header["finished_ns"], header["substep"] = self.now_ns, substep
+        header["apply_us"], header["forward_us"], header["sample_us"] = PHASES_US
         target = slot[layout.entries : layout.entries + len(entries) * wire.RESULT_ENTRY.itemsize].view(wire.RESULT_ENTRY)
         for i, entry in enumerate(entries):
             target[i] = entry

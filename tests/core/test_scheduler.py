@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from core_device import NAN_TOKEN, VOCAB, Request, expected_output
+from core_device import NAN_TOKEN, PHASES_US, VOCAB, Request, expected_output
 from core_rig import STEP_NS, Rig
 from twinplane.control_plane import _core
 from twinplane.shared import wire
@@ -599,6 +599,15 @@ def test_the_last_event_tells_the_times_and_preemptions() -> None:
     last = rig.records[2].last
     assert last is not None
     assert (last.queued_ns, last.prefill_ns, last.decode_ns) == (5 * STEP_NS, 2 * STEP_NS, 3 * STEP_NS)
+
+
+def test_what_the_data_plane_says_its_phases_took_adds_up() -> None:
+    rig = Rig()
+    rig.submit(1, Request(prompt(30), max_tokens=4))
+    rig.run()
+    stats = rig.stats()
+    assert stats.results_taken > 4
+    assert (stats.apply_us_total, stats.forward_us_total, stats.sample_us_total) == tuple(us * stats.results_taken for us in PHASES_US)
 
 
 def test_host_gap_counts_only_the_time_in_which_work_was_runnable() -> None:
