@@ -1,6 +1,7 @@
 // Panel products of plain numbers. Included by each isa_*.cpp after its simd_*.hpp.
 //
-// A panel holds kPanelColumns consecutive output columns of float32 or bfloat16, k-major: [K][columns].
+// A panel holds kPanelColumns consecutive output columns of float32 or bfloat16, k-major: [K][columns]. (Where
+// isa_amx.cpp multiplies bfloat16, pairs of k: [ceil(K / 32) 16][columns][2], zeros beyond K.)
 //
 // Registers hold the sums of a strip of rows x one panel. The accumulators are arrays indexed by constants only
 // (unroll), so that the compiler keeps them in registers; tests/kernels/test_cpu_codegen.py checks that it did.

@@ -25,8 +25,11 @@ extern const Kernels kTable;
 }
 #if defined(TWINPLANE_AMX)
 namespace amx {
+void panel_product(const PanelProduct&);
+void split_activations(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out);
 void integer_product(const IntegerProduct&);
-}
+void after_products();
+}  // namespace amx
 #endif
 
 namespace {
@@ -36,20 +39,23 @@ namespace {
 bool may_use_tiles() {
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  constexpr uint32_t kNeeded = 1u << 24 | 1u << 25;  // AMX-TILE and AMX-INT8 in EDX of leaf 7
+  constexpr uint32_t kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE and AMX-INT8 in EDX of leaf 7
   if ((edx & kNeeded) != kNeeded) return false;
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM, Linux 5.16
   constexpr long kTileData = 18;               // XFEATURE_XTILE_DATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// AVX-512 but for the integer products.
+// AVX-512 but for the products.
 const Kernels* amx_table() {
   static const bool may = may_use_tiles();
   static const Kernels table = [] {
     Kernels kernels = avx512::kTable;
     kernels.name = "amx";
+    kernels.panel_product = amx::panel_product;
+    kernels.split_activations = amx::split_activations;
     kernels.integer_product = amx::integer_product;
+    kernels.after_products = amx::after_products;
     return kernels;
   }();
   return may ? &table : nullptr;

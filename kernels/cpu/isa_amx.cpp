@@ -1,11 +1,21 @@
-// Integer panel products on AMX, the matrix unit of some processors with AVX-512; for everything else such a processor
-// runs isa_avx512.cpp. A tile instruction multiplies 16 rows of x by 16 columns where a VNNI one takes one row. The
-// sums are scaled and added exactly as integer_strip (quantized.inl) does: which of the two runs changes no bit, so
-// rows that do not fill a tile go there.
+// Panel products on AMX, the matrix unit of some processors with AVX-512; for everything else such a processor runs
+// isa_avx512.cpp. A tile instruction multiplies 16 rows of x by 16 columns where a vector one takes one row.
+//
+// Integers (integer_product). The sums are scaled and added exactly as integer_strip (quantized.inl) does: which of the
+// two runs changes no bit, so rows that do not fill a tile go there.
 //
 //   tile of x         16 rows of x           the numbers of one group (or part), k in order
 //   tile of weights   a row for each quad    16 columns of 4 bytes: the words of a panel (formats.hpp), unpacked
 //   tile of sums      16 rows of x           16 columns of int32
+//
+// Floats times bfloat16 weights (panel_product). The unit multiplies bfloat16 numbers, exactly, and adds in float32. A
+// float is three of them (SplitTile), so it is three products. For each 32 k an instruction adds the products of one
+// piece, pairs of k apart from each other, and what comes of it to the sum so far; the smallest pieces come first. As
+// that is not what vector instructions do, every row goes this way, however few there are.
+//
+//   tile of x         16 rows of x           a piece of 32 k
+//   tile of weights   a row for each two k   16 columns of pairs of bfloat16: the lines of a panel
+//   tile of sums      16 rows of x           16 columns of float32
 #include <immintrin.h>
 
 #include "kernels/cpu/formats.hpp"
@@ -30,7 +40,7 @@ namespace twinplane::kernels::amx {
 namespace {
 
 constexpr int kQuads = kGroup / 4;
-constexpr int64_t kLeastRows = 13;  // of a tile; fewer are done faster without
+constexpr int64_t kLeastRows = 13;  // of a tile of integers; fewer are done faster without
 
 // The operand of ldtilecfg: the shape of each tile register.
 struct alignas(64) TileShapes {
@@ -40,25 +50,39 @@ struct alignas(64) TileShapes {
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int num_rows, int bytes) {
+  void set(int tile, int64_t num_rows, int64_t bytes) {
     rows[tile] = static_cast<uint8_t>(num_rows);
     row_bytes[tile] = static_cast<uint16_t>(bytes);
   }
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// Registers: sums 0 and 1, x 2 and 3, weights 4 and 5; two of each, for two steps in flight.
-void shape_tiles(int parts) {
+// Rows of x and bytes of each; rows of weights. 0: the registers are released.
+struct Shape {
+  int64_t rows;
+  int64_t x_bytes;
+  int64_t weight_rows;
+  bool operator==(const Shape&) const = default;
+};
+thread_local Shape shape = {};
+
+// Registers: sums 0 to 3, x 4 and 5, weights 6 and 7. They stay so until after_products().
+void shape_tiles(const Shape& wanted) {
+  if (shape == wanted) return;
   TileShapes shapes;
-  for (int i = 0; i < 2; ++i) {
-    shapes.set(i, kTileRows, 64);
-    shapes.set(2 + i, kTileRows, kGroup / parts);
-    shapes.set(4 + i, kQuads / parts, 64);
-  }
+  for (int sums = 0; sums < 4; ++sums) shapes.set(sums, wanted.rows, 64);
+  for (int x = 4; x < 6; ++x) shapes.set(x, wanted.rows, wanted.x_bytes);
+  for (int weights = 6; weights < 8; ++weights) shapes.set(weights, wanted.weight_rows, 64);
   // GCC 12 believes that the intrinsic reads the first 8 bytes only.
   asm volatile("" ::"r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
+  shape = wanted;
 }
+
+// What tile instructions read and write, the compiler does not see.
+TWINPLANE_INLINE inline void memory_is_tiles() { asm volatile("" ::: "memory"); }
+
+// ---- quantized weights and integers
 
 // Some groups of a panel as the tiles want them.
 template <WeightKind Kind>
@@ -124,18 +148,18 @@ TWINPLANE_INLINE inline void overlapped(int64_t steps, const Multiply& multiply,
 // Register numbers of tiles are part of the instruction.
 template <int Slot, int64_t WeightStride>
 TWINPLANE_INLINE inline void multiply_tiles(const int8_t* x, const void* weights, void* sums) {
-  asm volatile("" ::: "memory");  // what the tiles read has been written
+  memory_is_tiles();
   if constexpr (Slot == 0) {
-    _tile_loadd(2, x, kGroup);
-    _tile_loadd(4, weights, WeightStride);
+    _tile_loadd(4, x, kGroup);
+    _tile_loadd(6, weights, WeightStride);
     _tile_zero(0);
-    _tile_dpbssd(0, 2, 4);
+    _tile_dpbssd(0, 4, 6);
     _tile_stored(0, sums, 64);
   } else {
-    _tile_loadd(3, x, kGroup);
-    _tile_loadd(5, weights, WeightStride);
+    _tile_loadd(5, x, kGroup);
+    _tile_loadd(7, weights, WeightStride);
     _tile_zero(1);
-    _tile_dpbssd(1, 3, 5);
+    _tile_dpbssd(1, 5, 7);
     _tile_stored(1, sums, 64);
   }
 }
@@ -178,7 +202,7 @@ void tile_product(const IntegerProduct& p) {
   const int64_t tiles = (p.rows + kTileRows - kLeastRows) / kTileRows;
   for (int64_t i = 0; i < tiles * kTileRows * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
   Unpacked<Kind> weights;
-  shape_tiles(Unpacked<Kind>::kParts);
+  shape_tiles({kTileRows, kGroup / Unpacked<Kind>::kParts, kQuads / Unpacked<Kind>::kParts});
   constexpr int64_t kBlock = Unpacked<Kind>::kBlockGroups;
   for (int64_t first = 0; first < groups; first += kBlock) {
     const int64_t block = groups - first < kBlock ? groups - first : kBlock;
@@ -196,7 +220,6 @@ void tile_product(const IntegerProduct& p) {
       }
     }
   }
-  _tile_release();  // else every switch of threads saves 8 KiB
   if (tiles * kTileRows >= p.rows) return;
   IntegerProduct rest = p;
   rest.x += tiles * groups;
@@ -205,11 +228,103 @@ void tile_product(const IntegerProduct& p) {
   avx512::kTable.integer_product(rest);
 }
 
+// ---- bfloat16 weights and floats
+
+constexpr int kPairs = kGroup / 2;
+constexpr int64_t kLineBytes = kPanelColumns * sizeof(uint32_t);  // of a pair of k in a panel
+constexpr int64_t kStepBytes = kPairs * kLineBytes;
+constexpr int64_t kAccBytes = kPanelColumns * sizeof(float);
+
+// Sums += a piece of one or two tiles of x times the weights loaded. `x_tile`: from one tile of x to the other.
+template <int Tiles>
+TWINPLANE_INLINE inline void multiply_piece(const SplitTile* x, int64_t x_tile, int piece) {
+  _tile_loadd(4, x->pieces[piece], 2 * kGroup);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (Tiles == 2) {
+    _tile_loadd(5, x[x_tile].pieces[piece], 2 * kGroup);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// One or two tiles of x times a panel, whose lines are tiles already.
+template <int Tiles>
+[[gnu::noinline]] void pair_strip(const PanelProduct& p, const SplitTile* x, int64_t x_tile, float* acc, Ahead ahead) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (Tiles == 2) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  const char* weights = static_cast<const char*>(p.panel);
+  for (int64_t k = 0; k < p.depth; k += kGroup, ++x, weights += kStepBytes, ahead.from += ahead.bytes) {
+    for (int64_t i = 0; i < ahead.bytes; i += 64) __builtin_prefetch(ahead.from + i);
+    _tile_loadd(6, weights, kLineBytes);
+    _tile_loadd(7, weights + 64, kLineBytes);
+    multiply_piece<Tiles>(x, x_tile, 2);
+    multiply_piece<Tiles>(x, x_tile, 1);
+    multiply_piece<Tiles>(x, x_tile, 0);
+  }
+  _tile_stored(0, acc, kAccBytes);
+  _tile_stored(1, acc + 16, kAccBytes);
+  if constexpr (Tiles == 2) {
+    _tile_stored(2, acc + kTileRows * kPanelColumns, kAccBytes);
+    _tile_stored(3, acc + kTileRows * kPanelColumns + 16, kAccBytes);
+  }
+}
+
+void pair_product(const PanelProduct& p) {
+  const int64_t steps = (p.depth + kGroup - 1) / kGroup;
+  const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int64_t strips = (tiles + 1) / 2;
+  shape_tiles({p.rows < kTileRows ? p.rows : kTileRows, 2 * kGroup, kPairs});
+  memory_is_tiles();
+  for (int64_t i = 0; i < strips; ++i) {
+    const int64_t tile = 2 * i;
+    const Ahead ahead = i == 0 ? ahead_of(p.panel, kStepBytes) : share_of(p.next, steps * kStepBytes, steps, i, strips);
+    const auto strip = tile + 1 < tiles ? pair_strip<2> : pair_strip<1>;
+    strip(p, p.split + tile * steps, steps, p.acc + tile * kTileRows * kPanelColumns, ahead);
+  }
+  memory_is_tiles();
+}
+
 }  // namespace
+
+void panel_product(const PanelProduct& p) {
+  if (p.kind == WeightKind::kBfloat16) return pair_product(p);
+  avx512::kTable.panel_product(p);
+}
 
 void integer_product(const IntegerProduct& p) {
   if (p.rows < kLeastRows) return avx512::kTable.integer_product(p);
   with_quantized(p.kind, [&](auto kind) { tile_product<kind.value>(p); });
+}
+
+// Else every switch of threads saves 8 KiB.
+void after_products() {
+  if (shape == Shape{}) return;
+  _tile_release();
+  shape = {};
+}
+
+void split_activations(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out) {
+  const __m512i upper_half = _mm512_set1_epi32(INT32_MIN >> 15);
+  for (int64_t k = 0; k < depth; k += kGroup, ++out) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* values = x + r * x_stride + k;
+      F16 left[2] = {F16::load_first(values, depth - k), F16::zero()};
+      if (depth - k > 16) left[1] = F16::load_first(values + 16, depth - k - 16);
+      unroll<kPieces>([&](auto piece) TWINPLANE_INLINE {
+        unroll<2>([&](auto half) TWINPLANE_INLINE {
+          const __m512i bits = _mm512_and_si512(_mm512_castps_si512(left[half.value].v), upper_half);
+          left[half.value] = left[half.value] - F16{_mm512_castsi512_ps(bits)};  // exact
+          _mm256_store_si256(reinterpret_cast<__m256i*>(out->pieces[piece.value][r] + 16 * half.value),
+                             _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+        });
+      });
+    }
+  }
 }
 
 }  // namespace twinplane::kernels::amx

@@ -43,9 +43,17 @@ struct alignas(64) ActivationTile {
   Row rows[kTileRows];
 };
 
-// acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. The sum is one
-// chain of multiply-adds in ascending k, whatever `rows` is: cutting K into steps only parks the chain in memory
-// between them.
+// Each 32 values of a row of x as three bfloat16 numbers, the greatest first, each of which holds the next 8 bits of
+// the significand: their sum is x[k] (but for what is below 2^-126). So the matrix unit multiplies floats
+// (isa_amx.cpp). The same 32 k of kTileRows rows lie together; k that x does not have are zeros, rows are undefined.
+inline constexpr int kPieces = 3;
+struct alignas(64) SplitTile {
+  uint16_t pieces[kPieces][kTileRows][kGroup];
+};
+
+// acc[r][c] = sum over k of x[r][k] * W[c][k], for the `panel_columns` columns of one packed panel. How it is summed
+// does not depend on `rows`: it is one chain of multiply-adds in ascending k (cutting K into steps only parks the chain
+// in memory between them), or of 32 k each where x is split (isa_amx.cpp).
 struct PanelProduct {
   const void* panel;  // packed weights, see linear.hpp
   const void* next;   // the panel that this thread will probably be given next, to be asked for ahead; or this one
@@ -53,9 +61,10 @@ struct PanelProduct {
   int64_t depth;  // K
   const float* x;
   int64_t x_stride;
-  int64_t rows;     // 1 .. kPanelRows
-  float* acc;       // [rows, panel_columns], contiguous
-  float* unpacked;  // scratch of kDepthBlock * panel_columns floats
+  const SplitTile* split;  // for panels in pairs (dense.inl): x as [ceil(rows / kTileRows)][ceil(K / kGroup)]
+  int64_t rows;            // 1 .. kPanelRows
+  float* acc;              // [rows, panel_columns], contiguous, with room for whole tiles of rows
+  float* unpacked;         // scratch of kDepthBlock * panel_columns floats
 };
 
 // The same product for quantized weights, with x quantized too. Within a group (a part of it, where parts have scales
@@ -169,7 +178,10 @@ struct Kernels {
   int64_t strip_rows;  // rows one micro-kernel takes at most
 
   void (*panel_product)(const PanelProduct&);
+  // Up to kTileRows rows of x. Null: all panels take x itself.
+  void (*split_activations)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out);
   void (*integer_product)(const IntegerProduct&);
+  void (*after_products)();  // on each thread that has called products, before it does something else; or null
   // Up to kTileRows rows of x, a multiple of kGroup long. Values below 1e-30 in magnitude count as zero.
   void (*quantize_activations)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, ActivationTile* out);
   void (*linear_epilogue)(const LinearEpilogue&);

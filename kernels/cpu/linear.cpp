@@ -29,7 +29,7 @@ void convert(Bf16 from, Bf16& to) { to = from; }
 
 PackedLinear::PackedLinear(int64_t out, int64_t in, WeightKind kind, const float* bias, Activations activations)
     : kernels_(&active()), out_(out), in_(in), columns_(kernels_->panel_columns) {
-  const size_t panel_bytes = bytes_of_panel(kind, columns_, in);
+  const size_t panel_bytes = bytes_of_panel(kind, columns_, in_pairs(kind) ? ceil_div(in, kGroup) * kGroup : in);
   const size_t panels = static_cast<size_t>(ceil_div(out, columns_));
   const size_t bytes = panels * panel_bytes;
   auto data = std::make_shared<Scratch>();
@@ -56,7 +56,7 @@ void PackedLinear::pack_dense(const Source* weight, int64_t stride) {
       Stored* to = reinterpret_cast<Stored*>(panel.data);
       for (int64_t c = 0; c < panel.columns; ++c) {
         const Source* from = weight + (panel.column + c) * stride;
-        for (int64_t k = 0; k < in_; ++k) convert(from[k], to[k * columns_ + c]);
+        for (int64_t k = 0; k < in_; ++k) convert(from[k], to[index_in(panel, k, c)]);
       }
     });
   };
@@ -137,6 +137,10 @@ bool PackedLinear::integer() const {
   });
 }
 
+bool PackedLinear::splits() const {
+  return std::any_of(parts_.begin(), parts_.end(), [this](const Part& part) { return in_pairs(part.kind); });
+}
+
 size_t PackedLinear::nbytes() const {
   size_t bytes = 0;
   for (const Part& part : parts_) bytes += part.nbytes;
@@ -152,7 +156,7 @@ void PackedLinear::unpack_row(int64_t id, float* out) const {
     if (panel.kind == WeightKind::kFloat32) {
       out[k] = reinterpret_cast<const float*>(panel.data)[k * columns_ + c];
     } else if (panel.kind == WeightKind::kBfloat16) {
-      out[k] = bf16_to_float(reinterpret_cast<const Bf16*>(panel.data)[k * columns_ + c]);
+      out[k] = bf16_to_float(reinterpret_cast<const Bf16*>(panel.data)[index_in(panel, k, c)]);
     } else {
       out[k] = unpack_value(panel.data, panel.kind, c, k, columns_);
     }
@@ -199,21 +203,33 @@ size_t PackedLinear::scratch_bytes(int64_t panels_at_once) const {
   return static_cast<size_t>(columns_ * (kPanelRows * panels_at_once + kDepthBlock)) * sizeof(float);
 }
 
-PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
-  if (!integer()) return {x, nullptr};
-  static thread_local Scratch buffer;  // the caller's, read by all threads until the caller has its result
+namespace {
+
+// convert(x, x_stride, rows, to) for each tile of rows; `to` points to its `per_tile` parts in `buffer`.
+template <class Part, class Convert>
+const Part* tiles_of(Pool& pool, const Rows& x, int64_t per_tile, Scratch& buffer, const Convert& convert) {
   const int64_t tiles = ceil_div(x.rows, kTileRows);
-  const int64_t groups = in_ / kGroup;
-  auto* to = static_cast<ActivationTile*>(buffer.reserve(static_cast<size_t>(tiles * groups) * sizeof(ActivationTile)));
-  const int64_t at_once = std::max<int64_t>(1, kFloatsPerTile / std::max<int64_t>(1, in_ * kTileRows));
-  pool.run(ceil_div(tiles, at_once), 0, [&](int64_t part, void*) {
-    for (int64_t tile = part * at_once; tile < std::min(tiles, (part + 1) * at_once); ++tile) {
+  auto* to = static_cast<Part*>(buffer.reserve(static_cast<size_t>(tiles * per_tile) * sizeof(Part)));
+  const int64_t at_once = std::max<int64_t>(1, kFloatsPerTile / std::max<int64_t>(1, x.columns * kTileRows));
+  pool.run(ceil_div(tiles, at_once), 0, [&](int64_t share, void*) {
+    for (int64_t tile = share * at_once; tile < std::min(tiles, (share + 1) * at_once); ++tile) {
       const int64_t row = tile * kTileRows;
-      kernels_->quantize_activations(x.data + row * x.stride, x.stride, std::min(kTileRows, x.rows - row), in_,
-                                     to + tile * groups);
+      convert(x.data + row * x.stride, x.stride, std::min(kTileRows, x.rows - row), x.columns, to + tile * per_tile);
     }
   });
-  return {x, to};
+  return to;
+}
+
+}  // namespace
+
+PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
+  static thread_local Scratch integers;  // the caller's, read by all threads until the caller has its result
+  static thread_local Scratch pieces;
+  Input input{x, nullptr, nullptr};
+  if (integer())
+    input.tiles = tiles_of<ActivationTile>(pool, x, in_ / kGroup, integers, kernels_->quantize_activations);
+  if (splits()) input.split = tiles_of<SplitTile>(pool, x, ceil_div(in_, kGroup), pieces, kernels_->split_activations);
+  return input;
 }
 
 void PackedLinear::multiply(const Panel& panel, const Panel& next, const Input& input, int64_t row, int64_t rows,
@@ -228,15 +244,17 @@ void PackedLinear::multiply(const Panel& panel, const Panel& next, const Input& 
                                       .rows = rows,
                                       .acc = acc});
   }
-  kernels_->panel_product({.panel = panel.data,
-                           .next = next.data,
-                           .kind = panel.kind,
-                           .depth = in_,
-                           .x = input.x.data + row * input.x.stride,
-                           .x_stride = input.x.stride,
-                           .rows = rows,
-                           .acc = acc,
-                           .unpacked = unpacked});
+  kernels_->panel_product(
+      {.panel = panel.data,
+       .next = next.data,
+       .kind = panel.kind,
+       .depth = in_,
+       .x = input.x.data + row * input.x.stride,
+       .x_stride = input.x.stride,
+       .split = input.split == nullptr ? nullptr : input.split + row / kTileRows * ceil_div(in_, kGroup),
+       .rows = rows,
+       .acc = acc,
+       .unpacked = unpacked});
 }
 
 void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* residual, int64_t residual_stride,
@@ -266,6 +284,7 @@ void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* 
                                  .out_stride = out.stride,
                                  .activation = activation});
     }
+    if (kernels_->after_products != nullptr) kernels_->after_products();
   });
 }
 
@@ -332,6 +351,7 @@ void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, A
                                 .out_stride = out.stride,
                                 .activation = activation});
     }
+    if (kernels_->after_products != nullptr) kernels_->after_products();
   });
 }
 

@@ -76,10 +76,11 @@ class PackedLinear {
     int64_t column;   // its first, of the whole
     int64_t columns;  // used
   };
-  // x as the panels want it.
+  // x as the panels want it; what none of them wants is null.
   struct Input {
     Rows x;
-    const ActivationTile* tiles;  // [ceil(rows / kTileRows)][in / kGroup], or null
+    const ActivationTile* tiles;  // [ceil(rows / kTileRows)][in / kGroup]
+    const SplitTile* split;       // [ceil(rows / kTileRows)][ceil(in / kGroup)]
   };
 
   PackedLinear(int64_t out, int64_t in, WeightKind kind, const float* bias, Activations activations);
@@ -87,10 +88,19 @@ class PackedLinear {
   template <class Source>
   void pack_dense(const Source* weight, int64_t stride);
 
+  // Whether panels of this kind hold pairs of k (dense.inl), and so meet x as SplitTile; whether any does.
+  bool in_pairs(WeightKind kind) const {
+    return kind == WeightKind::kBfloat16 && kernels_->split_activations != nullptr;
+  }
+  bool splits() const;
+  // Where weight k of column c lies in a panel of floats.
+  int64_t index_in(const Panel& panel, int64_t k, int64_t c) const {
+    return in_pairs(panel.kind) ? (k / 2 * columns_ + c) * 2 + k % 2 : k * columns_ + c;
+  }
   size_t panel_bytes() const { return nbytes() / std::max<size_t>(panels_.size(), 1); }
   const float* bias_at(int64_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
   size_t scratch_bytes(int64_t panels_at_once) const;
-  int64_t strip_rows() const { return integer() ? kTileRows : kernels_->strip_rows; }
+  int64_t strip_rows() const { return splits() ? 2 * kTileRows : integer() ? kTileRows : kernels_->strip_rows; }
   Input input(Pool& pool, const Rows& x) const;
   void multiply(const Panel& panel, const Panel& next, const Input& x, int64_t row, int64_t rows, float* acc,
                 float* unpacked) const;

@@ -77,6 +77,16 @@ def test_rows_are_bit_identical_in_any_order_batch_and_thread_count(restored_thr
     assert torch.equal(apply(packed, x[order]), alone[order])
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e4, 1e30])
+def test_bfloat16_weights_meet_float32_to_its_last_bit(isa: str, size: float) -> None:
+    """The greatest error is that of float32 sums, whatever the size of x and of its neighbours, and by whatever unit it is multiplied."""
+    packed, exact = pack(normal(64, 1000), "bfloat16")
+    x = normal(37, 1000) * torch.logspace(-4, 4, 1000) * size / 1e4
+    terms = x.double().abs() @ exact.abs().T
+    error = (apply(packed, x).double() - x.double() @ exact.T).abs()
+    assert (error <= 2.0**-24 * 64 * terms).all(), float((error / terms).max() * 2**24)
+
+
 @pytest.mark.parametrize("rows", [1, 30])
 def test_a_sum_of_nothing_is_the_bias(isa: str, rows: int) -> None:
     bias = normal(40)
