@@ -1,4 +1,4 @@
-"""Numpy views of a step slot and a result slot: nothing is copied, nothing is interpreted.
+"""A step slot through numpy views, of which nothing is copied, and a result slot to write to. Nothing is interpreted.
 
 Between two steps the weights stream through the caches, so every piece of code a step calls comes from memory again: what is not
 needed is not called.

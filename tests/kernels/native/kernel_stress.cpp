@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/cpu/attention.hpp"
+#include "kernels/cpu/decoder.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "kernels/cpu/linear.hpp"
 #include "kernels/cpu/pool.hpp"
@@ -159,6 +160,62 @@ void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, 
   }
 }
 
+// A small model over a prompt at once, and token by token: the same logits after its last token.
+void decoder_tokens_agree() {
+  constexpr int64_t kHidden = 36, kHeads = 3, kKvHeads = 1, kDim = 8, kInner = 51, kVocab = 45, kBlock = 16,
+                    kTokens = 41;
+  constexpr int64_t kBlocks = (kTokens + kBlock - 1) / kBlock;
+  const auto linear = [](int64_t out, int64_t in) {
+    return pack(WeightKind::kFloat32, out, in, random_floats(out, 13), kernels::Activations::kFloat);
+  };
+  const kernels::PackedLinear embedding = linear(kVocab, kHidden),
+                              qkv = linear((kHeads + 2 * kKvHeads) * kDim, kHidden),
+                              output = linear(kHidden, kHeads * kDim), gate_up = linear(2 * kInner, kHidden),
+                              down = linear(kHidden, kInner);
+  const Floats norm = random_floats(kHidden, 14);
+  const Floats rotation = random_floats(kTokens * kDim / 2, 15);
+  std::vector<int64_t> counting(kTokens);  // token ids, positions and slots
+  for (int64_t i = 0; i < kTokens; ++i) counting[static_cast<size_t>(i)] = i;
+  std::vector<int32_t> table(kBlocks);
+  for (int32_t i = 0; i < kBlocks; ++i) table[static_cast<size_t>(i)] = i;
+
+  const auto logits = [&](int64_t tokens_at_once) {
+    kernels::Decoder decoder{&embedding, {}, norm.data(), &embedding};
+    std::vector<Floats> memory;
+    for (const int64_t window : {0, 9}) {
+      kernels::KvCache cache{.keys = memory.emplace_back(kBlocks * kBlock * kDim).data(),
+                             .values = memory.emplace_back(kBlocks * kBlock * kDim).data(),
+                             .type = kernels::KvType::kFloat32,
+                             .num_blocks = kBlocks,
+                             .num_kv_heads = kKvHeads,
+                             .block_size = kBlock,
+                             .head_dim = kDim,
+                             .value_dim = kDim,
+                             .key_block_stride = kBlock * kDim,
+                             .value_block_stride = kBlock * kDim};
+      decoder.layers.push_back(
+          {norm.data(), &qkv, {nullptr, nullptr, 1e-5f}, &output, norm.data(), &gate_up, &down, window, cache});
+    }
+    Floats out(kVocab);
+    for (int64_t first = 0; first < kTokens; first += tokens_at_once) {
+      const int32_t context = static_cast<int32_t>(first + tokens_at_once);
+      const int32_t starts[] = {0, static_cast<int32_t>(tokens_at_once)};
+      const kernels::DecoderStep step{
+          .tokens = tokens_at_once,
+          .hidden = kHidden,
+          .eps = 1e-5f,
+          .rotation = {rotation.data(), kDim / 2, rotation.data(), kDim / 2, kDim / 2, counting.data() + first},
+          .slots = counting.data() + first,
+          .attention = {{}, kHeads, 1, table.data(), kBlocks, nullptr, &context, starts, 0.3f, 0, 0.0f, nullptr}};
+      const int64_t last = tokens_at_once - 1;
+      kernels::decoder_logits(kernels::Pool::instance(), decoder, step, counting.data() + first, 1, &last,
+                              {out.data(), kVocab});
+    }
+    return out;
+  };
+  check(logits(kTokens) == logits(1), "a token's logits depend on its chunk");
+}
+
 void elementwise(int64_t dim) {
   const kernels::Kernels& k = kernels::active();
   const Floats x = random_floats(dim, 7);
@@ -237,7 +294,8 @@ int main() {
       attention_rows_agree(20, 7, 600, 0, type);
       attention_rows_agree(33, 33, 530, 100, type);
     }
-    for (int64_t dim : {1, 2, 15, 16, 17, 100}) elementwise(dim);
+    decoder_tokens_agree();
+    for (int64_t dim : {1, 2, 15, 16, 17, 100, 256, 599}) elementwise(dim);
     for (int64_t vocab : {1, 15, 64, 65, 1000}) draws_agree(vocab);
     pool_from_several_threads();
     std::printf("%s: clean\n", name);
