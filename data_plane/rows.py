@@ -164,7 +164,7 @@ class Rows:
             if num_drafts:
                 raise StepError("draft tokens are not supported by this data plane")
             context = position + count
-            tokens += self._inputs(row, given[token_start : token_start + count])
+            tokens += given[token_start : token_start + count]
             rows += [row] * count
             positions += range(position, context)
             contexts.append(context)
@@ -175,15 +175,17 @@ class Rows:
                 sampling.positions.append(context)
         if sampling.substeps and not len(seqs) == step.num_decodes == len(sampling.rows):
             raise StepError(f"a step of {step.num_substeps} substeps has {len(seqs)} sequences, of which {step.num_decodes} are decodes")
+        tokens = self._inputs(tokens, rows)
         return self._batch(tokens, rows, positions, [seq[0] for seq in seqs], starts, contexts, sample_tokens), sampling
 
-    def _inputs(self, row: int, tokens: list[int]) -> list[int]:
-        """Input tokens of a row, with NO_TOKEN replaced by what it sampled last (the relay)."""
+    def _inputs(self, tokens: list[int], rows: list[int]) -> list[int]:
+        """Input tokens, with NO_TOKEN replaced by what the row sampled last (the relay). `rows`: of each."""
         if NO_TOKEN in tokens:
-            tokens = [self.last_token[row] if token == NO_TOKEN else token for token in tokens]
-        for token in (min(tokens), max(tokens)) if tokens else ():
-            if not 0 <= token < self.vocab_size:
-                raise StepError(f"row {row} has input token {token}, the vocabulary has {self.vocab_size}")
+            last = self.last_token
+            tokens = [last[row] if token == NO_TOKEN else token for token, row in zip(tokens, rows, strict=True)]
+        for bad in (min(tokens), max(tokens)) if tokens else ():
+            if not 0 <= bad < self.vocab_size:
+                raise StepError(f"row {rows[tokens.index(bad)]} has input token {bad}, the vocabulary has {self.vocab_size}")
         return tokens
 
     def next_batch(self, sampling: Sampling) -> Batch:
