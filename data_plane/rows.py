@@ -149,72 +149,75 @@ class Rows:
 
     # -------------------------------------------------------------------------------------------- batch
     #
-    # Lists until the tensors: a step has few tokens, or takes long anyway, and plain Python costs less than numpy and torch do by
-    # being called at all when their code lies in no cache.
+    # A decode is plain Python, which costs less than numpy does by being called at all when its code lies in no cache; a chunk of a
+    # prompt is numpy, so that nothing is done per token.
 
     def batch(self, step: StepView) -> tuple[Batch, Sampling]:
         """The flattened batch of a step whose deltas have been applied, and who samples. Copies what it needs out of the slot."""
-        tokens: list[int] = []
-        rows: list[int] = []  # of each token
-        positions: list[int] = []
+        seqs = step.seqs.tolist()
+        inputs = np.empty((3, sum(seq[2] for seq in seqs)), dtype=np.int64)  # token, position and slot of each
+        singles: list[int] = []  # which of them are decodes, or as short
+        single_inputs: list[tuple[int, int, int]] = []
         starts, contexts, sample_tokens = [0], [], []
         sampling = Sampling([], [], step.num_substeps - 1)
-        given, seqs = step.token_ids.tolist(), step.seqs.tolist()
         for row, position, count, token_start, flags, num_drafts in seqs:
             if num_drafts:
                 raise StepError("draft tokens are not supported by this data plane")
             context = position + count
-            tokens += given[token_start : token_start + count]
-            rows += [row] * count
-            positions += range(position, context)
+            if count == 1:
+                singles.append(starts[-1])
+                single_inputs.append((self._input(row, step.token_ids.item(token_start)), position, self._slot(row, position)))
+            else:
+                chunk = inputs[:, starts[-1] : starts[-1] + count]
+                self._put_chunk(chunk, row, position, step.token_ids[token_start : token_start + count])
             contexts.append(context)
-            starts.append(len(tokens))
+            starts.append(starts[-1] + count)
             if flags & _SAMPLES:
-                sample_tokens.append(len(tokens) - 1)
+                sample_tokens.append(starts[-1] - 1)
                 sampling.rows.append(row)
                 sampling.positions.append(context)
         if sampling.substeps and not len(seqs) == step.num_decodes == len(sampling.rows):
             raise StepError(f"a step of {step.num_substeps} substeps has {len(seqs)} sequences, of which {step.num_decodes} are decodes")
-        tokens = self._inputs(tokens, rows)
-        return self._batch(tokens, rows, positions, [seq[0] for seq in seqs], starts, contexts, sample_tokens), sampling
+        if singles:
+            inputs.T[singles] = single_inputs
+        return self._batch(inputs, [seq[0] for seq in seqs], starts, contexts, sample_tokens), sampling
 
-    def _inputs(self, tokens: list[int], rows: list[int]) -> list[int]:
-        """Input tokens, with NO_TOKEN replaced by what the row sampled last (the relay). `rows`: of each."""
-        if NO_TOKEN in tokens:
-            last = self.last_token
-            tokens = [last[row] if token == NO_TOKEN else token for token, row in zip(tokens, rows, strict=True)]
-        for bad in (min(tokens), max(tokens)) if tokens else ():
-            if not 0 <= bad < self.vocab_size:
-                raise StepError(f"row {rows[tokens.index(bad)]} has input token {bad}, the vocabulary has {self.vocab_size}")
-        return tokens
+    def _put_chunk(self, to: NDArray[np.int64], row: int, position: int, tokens: NDArray[np.int32]) -> None:
+        """Fill `to` [3, n] for the next n tokens of a row."""
+        where = np.arange(position, position + len(tokens))
+        block, within = np.divmod(where, self.block_size)
+        to[0], to[1], to[2] = tokens, where, self._block_table[row, block].astype(np.int64) * self.block_size + within
+        for i in np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size)).tolist():
+            to[0, i] = self._input(row, tokens.item(i))
+
+    def _input(self, row: int, token: int) -> int:
+        """An input token of a row: what it sampled last if it says NO_TOKEN (the relay)."""
+        if token == NO_TOKEN:
+            token = self.last_token[row]
+        if not 0 <= token < self.vocab_size:
+            raise StepError(f"row {row} has input token {token}, the vocabulary has {self.vocab_size}")
+        return token
+
+    def _slot(self, row: int, position: int) -> int:
+        return self._block_table.item(row, position // self.block_size) * self.block_size + position % self.block_size
 
     def next_batch(self, sampling: Sampling) -> Batch:
         """The batch of the next substep, whose inputs are the tokens sampled last; `sampling` moves on by one token."""
         rows, positions = sampling.rows, sampling.positions
         sampling.positions = [position + 1 for position in positions]
         sampling.substeps -= 1
-        tokens, count = [self.last_token[row] for row in rows], len(rows)
-        return self._batch(tokens, rows, positions, rows, list(range(count + 1)), sampling.positions, list(range(count)))
+        slots = [self._slot(row, position) for row, position in zip(rows, positions, strict=True)]
+        inputs = np.array(([self.last_token[row] for row in rows], positions, slots), dtype=np.int64)
+        return self._batch(inputs, rows, list(range(len(rows) + 1)), sampling.positions, list(range(len(rows))))
 
-    def _batch(
-        self,
-        tokens: list[int],
-        token_rows: list[int],
-        positions: list[int],
-        rows: list[int],
-        starts: list[int],
-        contexts: list[int],
-        sample_tokens: list[int],
-    ) -> Batch:
-        """The tensors of `token_rows` [T] and `rows` [S]; the others as in Batch."""
-        size, block_of = self.block_size, self._block_table.item
-        slots = [block_of(row, position // size) * size + position % size for row, position in zip(token_rows, positions, strict=True)]
-        token_ids, at, where = map(torch.from_numpy, np.array((tokens, positions, slots), dtype=np.int64))
-        width = -(-max(contexts, default=1) // size)
+    def _batch(self, inputs: NDArray[np.int64], rows: list[int], starts: list[int], contexts: list[int], sample_tokens: list[int]) -> Batch:
+        """`inputs`: token, position and slot of each token; the others as in Batch."""
+        token_ids, positions, slots = map(torch.from_numpy, inputs)
+        width = -(-max(contexts, default=1) // self.block_size)
         return Batch(
             token_ids=token_ids,
-            positions=at,
-            slots=where,
+            positions=positions,
+            slots=slots,
             query_start=torch.from_numpy(np.array(starts, dtype=np.int32)),
             context_lens=torch.from_numpy(np.array(contexts, dtype=np.int32)),
             block_tables=torch.from_numpy(self._block_table[rows, :width]),
