@@ -192,8 +192,8 @@ inline Top top_of(const float* logits, int64_t vocab) {
     for (; i + 64 <= end; i += 64) {
       unroll<4>([&](auto v) TWINPLANE_INLINE {
         const F16 x = F16::load(logits + i + v.value * 16);
-        __builtin_prefetch(logits + i + v.value * 16 +
-                           1024);  // asked ahead, as the products do; beyond the end is no fault
+        // Asked for ahead, as the products do; beyond the end is no fault.
+        __builtin_prefetch(logits + i + v.value * 16 + 1024);
         nan |= x.has_nan();
         greatest[v.value] = greatest[v.value].max(x);
       });
