@@ -25,7 +25,8 @@ struct TileSpec {
   int64_t end_partition;
 };
 
-// Cuts the batch into tiles. More than kAttentionRows query heads on one KV head are cut too.
+// Cuts the batch into tiles. More than kAttentionRows query heads on one KV head are cut too. Tiles that read the same
+// keys follow each other, so that these stay in a cache.
 std::vector<TileSpec> plan_tiles(const AttentionBatch& batch, const KvCache& cache) {
   const int64_t group = batch.num_heads / cache.num_kv_heads;
   const int64_t heads_per_tile = std::min(group, kAttentionRows);
@@ -34,13 +35,11 @@ std::vector<TileSpec> plan_tiles(const AttentionBatch& batch, const KvCache& cac
   for (int64_t s = 0; s < batch.num_sequences; ++s) {
     const int64_t begin = batch.query_start[s];
     const int64_t end = batch.query_start[s + 1];
-    for (int64_t token = begin; token < end; token += tokens_per_tile) {
-      const int64_t tokens = std::min(tokens_per_tile, end - token);
-      const int64_t position = batch.context_lens[s] - (end - token);
-      const int64_t oldest = batch.window > 0 ? std::max<int64_t>(0, position - batch.window + 1) : 0;
-      const int64_t first_partition = oldest / kAttentionSplit;
-      const int64_t end_partition = (position + tokens - 1) / kAttentionSplit + 1;
-      for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head) {
+    for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head) {
+      for (int64_t token = begin; token < end; token += tokens_per_tile) {
+        const int64_t tokens = std::min(tokens_per_tile, end - token);
+        const int64_t position = batch.context_lens[s] - (end - token);
+        const int64_t oldest = batch.window > 0 ? std::max<int64_t>(0, position - batch.window + 1) : 0;
         for (int64_t head = 0; head < group; head += heads_per_tile) {
           tiles.push_back({.sequence = s,
                            .kv_head = kv_head,
@@ -49,8 +48,8 @@ std::vector<TileSpec> plan_tiles(const AttentionBatch& batch, const KvCache& cac
                            .first_token = token,
                            .tokens = tokens,
                            .first_position = position,
-                           .first_partition = first_partition,
-                           .end_partition = end_partition});
+                           .first_partition = oldest / kAttentionSplit,
+                           .end_partition = (position + tokens - 1) / kAttentionSplit + 1});
         }
       }
     }
@@ -122,12 +121,14 @@ void attend_whole(const Context& c, const TileSpec& spec, float* scratch) {
   const TileState part = TileState::at(scratch + TileState::floats(c.cache.value_dim));
   void* rest = scratch + 2 * TileState::floats(c.cache.value_dim);
   const AttentionTile tile = tile_of(c.batch, c.cache, spec);
+  c.kernels.attention_query(tile, rest);
   clear(state);
   for (int64_t p = spec.first_partition; p < spec.end_partition; ++p) {
     c.kernels.attention_partition(tile, p, part.states, part.sums, rest);
     merge(c, spec, state, part);
   }
   finish(c, spec, state);
+  if (c.kernels.after_products != nullptr) c.kernels.after_products();
 }
 
 // Few tiles, long contexts: partitions in parallel into memory of their own, then merged in the same ascending order as
@@ -145,7 +146,10 @@ void attend_split(Pool& pool, const Context& c, const std::vector<TileSpec>& til
   pool.run(static_cast<int64_t>(parts.size()), scratch_bytes, [&](int64_t i, void* scratch) {
     const auto [tile, partition] = parts[static_cast<size_t>(i)];
     const TileState part = TileState::at(memory + static_cast<size_t>(i) * floats);
-    c.kernels.attention_partition(tile_of(c.batch, c.cache, tiles[tile]), partition, part.states, part.sums, scratch);
+    const AttentionTile t = tile_of(c.batch, c.cache, tiles[tile]);
+    c.kernels.attention_query(t, scratch);
+    c.kernels.attention_partition(t, partition, part.states, part.sums, scratch);
+    if (c.kernels.after_products != nullptr) c.kernels.after_products();
   });
   pool.run(static_cast<int64_t>(tiles.size()), floats * sizeof(float), [&](int64_t i, void* scratch) {
     const TileSpec& spec = tiles[static_cast<size_t>(i)];
@@ -171,7 +175,7 @@ void write_token(const Kernels& kernels, const float* key, const float* value, c
     kernels.write_key(key + head * cache.head_dim, keys + key_tile * element, offset % 16, cache.head_dim, cache.type);
     char* value_head = values + head * cache.value_head_elements() * element;
     uint8_t* power = reinterpret_cast<uint8_t*>(value_head) + cache.block_size * cache.value_dim + offset;
-    kernels.write_value(value + head * cache.value_dim, value_head + offset * cache.value_dim * element, power,
+    kernels.write_value(value + head * cache.value_dim, value_head + cache.first_value(offset) * element, power,
                         cache.value_dim, cache.type);
   }
 }
@@ -192,7 +196,7 @@ void for_tokens(Pool& pool, int64_t tokens, size_t scratch_bytes, const PerToken
 void paged_attention(Pool& pool, const AttentionBatch& batch, const KvCache& cache, MutableRows out) {
   const Context context{active(), batch, cache, out};
   const std::vector<TileSpec> tiles = plan_tiles(batch, cache);
-  const size_t scratch_bytes = context.kernels.attention_scratch(cache.head_dim);
+  const size_t scratch_bytes = context.kernels.attention_scratch(cache.head_dim, cache.value_dim);
   const bool few = static_cast<int64_t>(tiles.size()) < kTilesPerThread * pool.threads();
   const bool long_contexts = std::any_of(tiles.begin(), tiles.end(),
                                          [](const TileSpec& t) { return t.end_partition - t.first_partition > 1; });

@@ -14,43 +14,6 @@ constexpr int vectors_per_row(int rows) {
   return vectors;
 }
 
-// Keys of one partition that any row of the tile may see, relative to the partition's first key. `base` is the first
-// score computed: a whole vector starts at a key divisible by 16.
-struct KeyRange {
-  int64_t first;  // absolute position of the partition
-  int64_t begin;
-  int64_t end;
-  int64_t base() const { return begin / 16 * 16; }
-};
-
-inline int64_t position_of(const AttentionTile& t, int64_t row) { return t.first_position + row / t.heads; }
-
-inline int64_t first_visible(const AttentionTile& t, int64_t position) {
-  return t.window > 0 && position >= t.window ? position - t.window + 1 : 0;
-}
-
-inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
-inline KeyRange visible_keys(const AttentionTile& t, int64_t partition, int64_t from_position, int64_t to_position) {
-  const int64_t first = partition * kAttentionSplit;
-  return {first, clamp(first_visible(t, from_position) - first, 0, kAttentionSplit),
-          clamp(to_position + 1 - first, 0, kAttentionSplit)};
-}
-
-template <class Element>
-inline constexpr bool kHasPowers = sizeof(Element) == 1;  // FP8, see KvType
-
-template <class Element>
-inline const Element* key_tile(const AttentionTile& t, int64_t key) {
-  return static_cast<const Element*>(t.keys) + t.table[key / t.block_size] * t.key_block_stride +
-         key % t.block_size / 16 * (t.head_dim + kHasPowers<Element>)*16;
-}
-
-template <class Element>
-inline const Element* value_line(const AttentionTile& t, int64_t block, int64_t offset) {
-  return static_cast<const Element*>(t.values) + t.table[block] * t.value_block_stride + offset * t.value_dim;
-}
-
 // The powers of 16 values from position `key` on, a multiple of 16.
 inline F16 value_powers(const AttentionTile& t, int64_t key) {
   const Fp8* powers = value_line<Fp8>(t, key / t.block_size, t.block_size);  // after the last line
@@ -67,18 +30,29 @@ template <class Element, int Rows, int Vectors>
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = F16::zero(); });
   });
   const StripRows<Rows> rows(query, head_dim);
-  for (int64_t d = 0; d < head_dim; ++d) {
+  const auto add = [&](int64_t d, const auto& load) TWINPLANE_INLINE {
     F16 keys[Vectors];
-    unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
-      if (!kHasPowers<Element> || d % 4 == 0) __builtin_prefetch(next[v.value] + d * 16);
-      keys[v.value] = F16::load(tiles[v.value] + d * 16);
-    });
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { keys[v.value] = load(tiles[v.value]); });
     unroll<Rows>([&](auto r) TWINPLANE_INLINE {
       const F16 q = rows.at(r, d);
       unroll<Vectors>(
           [&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(q, keys[v.value]); });
     });
+  };
+  constexpr int64_t kStep = kInPairs<Element> ? 2 : 1;
+  int64_t d = 0;
+  for (; d + kStep <= head_dim; d += kStep) {
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
+      if (!kHasPowers<Element> || d % 4 == 0) __builtin_prefetch(next[v.value] + d * 16);
+    });
+    if constexpr (kInPairs<Element>) {
+      add(d, [&](const Element* tile) TWINPLANE_INLINE { return F16::load_even(tile + d * 16); });
+      add(d + 1, [&](const Element* tile) TWINPLANE_INLINE { return F16::load_odd(tile + d * 16); });
+    } else {
+      add(d, [&](const Element* tile) TWINPLANE_INLINE { return F16::load(tile + d * 16); });
+    }
   }
+  if (d < head_dim) add(d, [&](const Element* tile) TWINPLANE_INLINE { return F16::load(tile + d * 16); });
   if constexpr (kHasPowers<Element>) {
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
       const F16 powers = F16::load_powers(reinterpret_cast<const uint8_t*>(tiles[v.value] + head_dim * 16));
@@ -122,30 +96,23 @@ inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, co
     return {0, 0};
   }
   const F16 lowest = F16::broadcast(-HUGE_VALF);
-  const F16 scale = F16::broadcast(t.scale);
+  const Weights weights(t);
   F16 greatest = lowest;
   for (int64_t i = tile.base(); i < tile.end; i += 16) {
-    F16 s = F16::load(scores + i - tile.base()) * scale;
-    if (t.softcap > 0) s = tanh(s / F16::broadcast(t.softcap)) * F16::broadcast(t.softcap);
-    s = s.keep(row.begin - i, row.end - i, lowest);
-    greatest = greatest.max(s);
-    s.store(scores + i - tile.base());
+    float* at = scores + i - tile.base();
+    if (weights.softcap > 0) weights.cap(F16::load(at)).store(at);
+    greatest = greatest.max(row.keep(i, F16::load(at), lowest));
   }
   const float max = greatest.greatest();
   F16 total = F16::zero();
   for (int64_t i = tile.base(); i < tile.end; i += 16) {
-    const F16 weight =
-        exp(F16::load(scores + i - tile.base()) - F16::broadcast(max)).keep(row.begin - i, row.end - i, F16::zero());
+    float* at = scores + i - tile.base();
+    F16 weight = row.keep(i, weights.of(F16::load(at), max), F16::zero());
     total = total + weight;
-    if constexpr (kHasPowers<Element>) {
-      (weight * value_powers(t, tile.first + i))
-          .keep(row.begin - i, row.end - i, F16::zero())
-          .store(scores + i - tile.base());
-    } else {
-      weight.store(scores + i - tile.base());
-    }
+    if constexpr (kHasPowers<Element>) weight = row.keep(i, weight * value_powers(t, tile.first + i), F16::zero());
+    weight.store(at);
   }
-  return {max, total.sum()};
+  return {weights.exponent(max), total.sum()};
 }
 
 // sums[row][column ..] for Vectors vectors of value dims (the last one cut to `width` floats if Masked), Rows rows.
@@ -157,26 +124,43 @@ template <class Element, int Rows, int Vectors, bool Masked>
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = F16::zero(); });
   });
   const StripRows<Rows> rows(weights, kAttentionSplit);
+  const auto add = [&](int64_t key, const auto& load) TWINPLANE_INLINE {
+    F16 values[Vectors];
+    unroll<Vectors>([&](auto v) TWINPLANE_INLINE { values[v.value] = load(v); });
+    unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+      const F16 w = rows.at(r, key - keys.base());
+      unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
+        c[r.value][v.value] = c[r.value][v.value].plus_product(w, values[v.value]);
+      });
+    });
+  };
+  constexpr int64_t kStep = kInPairs<Element> ? 2 : 1;
   for (int64_t key = keys.begin; key < keys.end;) {
-    const int64_t offset = (keys.first + key) % t.block_size;
-    const int64_t left = t.block_size - offset;
+    const int64_t offset = (keys.first + key) % t.block_size / kStep * kStep;
+    const int64_t left = t.block_size - (keys.first + key) % t.block_size;
     const int64_t end = key + left < keys.end ? key + left : keys.end;
     const int64_t block = (keys.first + key) / t.block_size;
-    const Element* line = value_line<Element>(t, block, offset) + column;
+    const Element* line = value_line<Element>(t, block, offset) + column * kStep;
     // The same lines of the next block, or of this one where there is none.
-    const Element* ahead = value_line<Element>(t, end < keys.end ? block + 1 : block, offset) + column;
-    for (; key < end; ++key, line += t.value_dim, ahead += t.value_dim) {
-      F16 values[Vectors];
-      unroll<Vectors>([&](auto v) TWINPLANE_INLINE { __builtin_prefetch(ahead + v.value * 16); });
-      unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
-        values[v.value] = Masked ? F16::load_first(line, width) : F16::load(line + v.value * 16);
-      });
-      unroll<Rows>([&](auto r) TWINPLANE_INLINE {
-        const F16 w = rows.at(r, key - keys.base());
-        unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
-          c[r.value][v.value] = c[r.value][v.value].plus_product(w, values[v.value]);
+    const Element* ahead = value_line<Element>(t, end < keys.end ? block + 1 : block, offset) + column * kStep;
+    for (; key < end; line += t.value_dim * kStep, ahead += t.value_dim * kStep) {
+      unroll<Vectors>([&](auto v) TWINPLANE_INLINE { __builtin_prefetch(ahead + v.value * 16 * kStep); });
+      if constexpr (kInPairs<Element>) {
+        // The first key may be the second one of a pair, and the last one the first.
+        if (key % 2 == 0) {
+          add(key++, [&](auto v) TWINPLANE_INLINE {
+            return Masked ? F16::load_first_even(line, width) : F16::load_even(line + v.value * 32);
+          });
+        }
+        if (key == end) break;
+        add(key++, [&](auto v) TWINPLANE_INLINE {
+          return Masked ? F16::load_first_odd(line, width) : F16::load_odd(line + v.value * 32);
         });
-      });
+      } else {
+        add(key++, [&](auto v) TWINPLANE_INLINE {
+          return Masked ? F16::load_first(line, width) : F16::load(line + v.value * 16);
+        });
+      }
     }
   }
   unroll<Rows>([&](auto r) TWINPLANE_INLINE {
@@ -202,22 +186,25 @@ void value_rows(const AttentionTile& t, const KeyRange& keys, const float* weigh
   if (column < t.value_dim) value_strip<Element, Rows, 1, true>(t, keys, weights, column, t.value_dim - column, sums);
 }
 
-size_t attention_scratch(int64_t head_dim) {
+size_t attention_scratch(int64_t head_dim, int64_t) {
   return static_cast<size_t>(kAttentionRows * (head_dim + kAttentionSplit)) * sizeof(float);
+}
+
+void attention_query(const AttentionTile& t, void* scratch) {
+  for (int64_t token = 0; token < t.tokens; ++token) {
+    const float* from = t.query + token * t.query_stride;
+    float* to = static_cast<float*>(scratch) + token * t.heads * t.head_dim;
+    for (int64_t i = 0; i < t.heads * t.head_dim; ++i) to[i] = from[i];
+  }
 }
 
 template <class Element>
 void attention_partition_of(const AttentionTile& t, int64_t partition, SoftmaxState* states, float* sums,
                             void* scratch) {
-  float* query = static_cast<float*>(scratch);
-  float* scores = query + kAttentionRows * t.head_dim;
+  const float* query = static_cast<const float*>(scratch);
+  float* scores = static_cast<float*>(scratch) + kAttentionRows * t.head_dim;
   const int64_t rows = t.tokens * t.heads;
   const KeyRange keys = visible_keys(t, partition, t.first_position, t.first_position + t.tokens - 1);
-  for (int64_t token = 0; token < t.tokens; ++token) {
-    const float* from = t.query + token * t.query_stride;
-    float* to = query + token * t.heads * t.head_dim;
-    for (int64_t i = 0; i < t.heads * t.head_dim; ++i) to[i] = from[i];
-  }
   const int64_t strips = (rows + kStripRows - 1) / kStripRows;
   for (int64_t i = 0, row = 0; i < strips; ++i) {
     const int64_t count = (rows - row + strips - i - 1) / (strips - i);

@@ -29,6 +29,9 @@ void panel_product(const PanelProduct&);
 void split_activations(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out);
 void integer_product(const IntegerProduct&);
 void after_products();
+size_t attention_scratch(int64_t head_dim, int64_t value_dim);
+void attention_query(const AttentionTile&, void* scratch);
+void attention_partition(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums, void* scratch);
 }  // namespace amx
 #endif
 
@@ -46,7 +49,7 @@ bool may_use_tiles() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// AVX-512 but for the products.
+// AVX-512 but for the products and for attention over bfloat16.
 const Kernels* amx_table() {
   static const bool may = may_use_tiles();
   static const Kernels table = [] {
@@ -56,6 +59,9 @@ const Kernels* amx_table() {
     kernels.split_activations = amx::split_activations;
     kernels.integer_product = amx::integer_product;
     kernels.after_products = amx::after_products;
+    kernels.attention_scratch = amx::attention_scratch;
+    kernels.attention_query = amx::attention_query;
+    kernels.attention_partition = amx::attention_partition;
     return kernels;
   }();
   return may ? &table : nullptr;

@@ -1,37 +1,6 @@
-// Exponential and activations, norms, rotation, cache writes, argmax. Included by each isa_*.cpp before the others.
+// Activations, norms, rotation, cache writes, argmax. Included by each isa_*.cpp before the others.
 
 namespace twinplane::kernels::TWINPLANE_ISA {
-
-// e^x to about 1 unit in the last place: x = n ln 2 + f with |f| <= ln 2 / 2, e^f by its Taylor polynomial of degree 7.
-// exp(0) is exactly 1; below -87.3 the result is about 1e-38; NaN stays NaN.
-inline F16 exp(F16 x) {
-  const F16 clamped = F16::broadcast(-87.3f).max(F16::broadcast(88.7f).min(x));
-  const F16 n = (clamped * F16::broadcast(1.44269504f)).round();
-  F16 f = clamped.plus_product(
-      n, F16::broadcast(-0.693359375f));  // ln 2 in two parts: the first has 10 bits, n * it is exact
-  f = f.plus_product(n, F16::broadcast(2.12194440e-4f));
-  F16 p = F16::broadcast(1.0f / 5040);
-  p = F16::broadcast(1.0f / 720).plus_product(p, f);
-  p = F16::broadcast(1.0f / 120).plus_product(p, f);
-  p = F16::broadcast(1.0f / 24).plus_product(p, f);
-  p = F16::broadcast(1.0f / 6).plus_product(p, f);
-  p = F16::broadcast(0.5f).plus_product(p, f);
-  p = F16::broadcast(1.0f).plus_product(p, f);
-  p = F16::broadcast(1.0f).plus_product(p, f);
-  return p.scale_by_power(n);
-}
-
-inline float exp(float x) {
-  float lanes[16];
-  exp(F16::broadcast(x)).store(lanes);
-  return lanes[0];
-}
-
-// 1 - 2 / (e^2x + 1): absolute error about 1e-7.
-inline F16 tanh(F16 x) {
-  const F16 one = F16::broadcast(1);
-  return one - F16::broadcast(2) / (exp(x + x) + one);
-}
 
 inline F16 activate(F16 x, Activation activation) {
   const F16 one = F16::broadcast(1);
@@ -152,24 +121,26 @@ void write_key(const float* key, void* tile, int64_t lane, int64_t head_dim, KvT
     write_fp8(key, head_dim, scale, out, 16);
     out[head_dim * 16] = {scale.power};
   } else if (type == KvType::kBfloat16) {
-    Bf16* out = static_cast<Bf16*>(tile) + lane;
-    for (int64_t d = 0; d < head_dim; ++d) out[d * 16] = float_to_bf16(key[d]);
+    Bf16* out = static_cast<Bf16*>(tile);
+    const int64_t paired = head_dim / 2 * 2;
+    for (int64_t d = 0; d < paired; ++d) out[d / 2 * 32 + 2 * lane + d % 2] = float_to_bf16(key[d]);
+    if (paired < head_dim) out[paired * 16 + lane] = float_to_bf16(key[paired]);
   } else {
     float* out = static_cast<float*>(tile) + lane;
     for (int64_t d = 0; d < head_dim; ++d) out[d * 16] = key[d];
   }
 }
 
-void write_value(const float* value, void* line, uint8_t* power, int64_t value_dim, KvType type) {
+void write_value(const float* value, void* first, uint8_t* power, int64_t value_dim, KvType type) {
   if (type == KvType::kFp8) {
     const Fp8Scale scale = fp8_scale(value, value_dim);
-    write_fp8(value, value_dim, scale, static_cast<Fp8*>(line), 1);
+    write_fp8(value, value_dim, scale, static_cast<Fp8*>(first), 1);
     *power = scale.power;
   } else if (type == KvType::kBfloat16) {
-    Bf16* out = static_cast<Bf16*>(line);
-    for (int64_t d = 0; d < value_dim; ++d) out[d] = float_to_bf16(value[d]);
+    Bf16* out = static_cast<Bf16*>(first);
+    for (int64_t d = 0; d < value_dim; ++d) out[2 * d] = float_to_bf16(value[d]);
   } else {
-    float* out = static_cast<float*>(line);
+    float* out = static_cast<float*>(first);
     for (int64_t d = 0; d < value_dim; ++d) out[d] = value[d];
   }
 }

@@ -10,6 +10,8 @@
 // In this order: each uses what the ones before it define.
 #include "kernels/cpu/unroll.inl"
 
+#include "kernels/cpu/exponential.inl"
+
 #include "kernels/cpu/elementwise.inl"
 
 #include "kernels/cpu/sampling.inl"
@@ -23,6 +25,8 @@
 #include "kernels/cpu/quantized.inl"
 
 #include "kernels/cpu/linear.inl"
+
+#include "kernels/cpu/attention_keys.inl"
 
 #include "kernels/cpu/attention.inl"
 
@@ -41,6 +45,7 @@ const Kernels kTable = {
     .linear_epilogue = linear_epilogue,
     .gated_epilogue = gated_epilogue,
     .attention_scratch = attention_scratch,
+    .attention_query = attention_query,
     .attention_partition = attention_partition,
     .attention_merge = attention_merge,
     .attention_finish = attention_finish,

@@ -111,8 +111,12 @@ struct GatedEpilogue {
 // number above 448, so that a number is off by at most 1/16 of itself or 2^-17 of the head's greatest. A token's bytes
 // depend on that token alone.
 //
-//   float32, bfloat16   keys [B / 16][D][16]                                values [B][Dv]
-//   FP8                 keys [B / 16] { [D][16], powers [16] }              values { [B][Dv], powers [B] }
+//   float32    keys [B / 16][D][16]                       values [B][Dv]
+//   bfloat16   keys [B / 16] { [D / 2][16][2], [D % 2][16] }   values [B / 2][Dv][2]
+//   FP8        keys [B / 16] { [D][16], powers [16] }     values { [B][Dv], powers [B] }
+//
+// bfloat16: what a product runs over, dims of keys and tokens of values, lies in pairs, as the matrix unit wants it
+// (attention_amx.cpp) and other processors read it with the least work.
 enum class KvType : uint8_t { kFloat32, kBfloat16, kFp8 };
 
 // One tile of attention: some consecutive query tokens of one sequence times the query heads of one KV head.
@@ -181,14 +185,16 @@ struct Kernels {
   // Up to kTileRows rows of x. Null: all panels take x itself.
   void (*split_activations)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out);
   void (*integer_product)(const IntegerProduct&);
-  void (*after_products)();  // on each thread that has called products, before it does something else; or null
+  void (*after_products)();  // on each thread after products and attention, before it does something else; or null
   // Up to kTileRows rows of x, a multiple of kGroup long. Values below 1e-30 in magnitude count as zero.
   void (*quantize_activations)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, ActivationTile* out);
   void (*linear_epilogue)(const LinearEpilogue&);
   void (*gated_epilogue)(const GatedEpilogue&);
 
-  // Bytes of scratch for attention_partition.
-  size_t (*attention_scratch)(int64_t head_dim);
+  // Bytes of scratch for a tile.
+  size_t (*attention_scratch)(int64_t head_dim, int64_t value_dim);
+  // Before partitions of a tile, which find its queries in their scratch.
+  void (*attention_query)(const AttentionTile&, void* scratch);
   // Keys [partition * kAttentionSplit, + kAttentionSplit) for every row: states[row], sums[row][value_dim].
   void (*attention_partition)(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums,
                               void* scratch);
@@ -204,8 +210,8 @@ struct Kernels {
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, float* out, int64_t dim);
   void (*rotary)(const RotaryHeads&);
   void (*write_key)(const float* key, void* tile, int64_t lane, int64_t head_dim, KvType type);
-  // `power`: where the line's power goes (FP8).
-  void (*write_value)(const float* value, void* line, uint8_t* power, int64_t value_dim, KvType type);
+  // `first`: where the first value goes. `power`: where the line's power goes (FP8).
+  void (*write_value)(const float* value, void* first, uint8_t* power, int64_t value_dim, KvType type);
   float (*greatest_logit)(const float* logits, int64_t vocab);  // NaN if one is
   int64_t (*argmax)(const float* logits, int64_t vocab);
   // Writes the keys of those tokens, unsorted, and returns how many. `total`, unless null: the weight of all tokens.

@@ -31,6 +31,12 @@ struct F16 {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
   }
+  // The even or the odd ones of 32 numbers.
+  static F16 load_even(const Bf16* p) { return even(_mm512_loadu_si512(p)); }
+  static F16 load_odd(const Bf16* p) { return odd(_mm512_loadu_si512(p)); }
+  // Of the first 2 n.
+  static F16 load_first_even(const Bf16* p, int64_t n) { return even(_mm512_maskz_loadu_epi32(first(n), p)); }
+  static F16 load_first_odd(const Bf16* p, int64_t n) { return odd(_mm512_maskz_loadu_epi32(first(n), p)); }
   // FP8 numbers divided by 256: as half-precision ones of the same digits.
   static F16 load(const Fp8* p) { return from_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   // 256 * 2^(byte - 127): what FP8 numbers as loaded are to be multiplied with. 0 for byte 0, infinite for 255.
@@ -99,6 +105,10 @@ struct F16 {
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
     return {
         _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(static_cast<short>(0xBFFF))))};
+  }
+  static F16 even(__m512i pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}; }
+  static F16 odd(__m512i pairs) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(INT32_MIN >> 15)))};
   }
   static __mmask16 first(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : n <= 0 ? 0u : (1u << n) - 1); }
 };

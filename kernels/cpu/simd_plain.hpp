@@ -37,6 +37,14 @@ struct F16 {
   static F16 load(const Bf16* p) {
     return each([&](int i) { return widen(p[i]); });
   }
+  static F16 load_even(const Bf16* p) {
+    return each([&](int i) { return widen(p[2 * i]); });
+  }
+  static F16 load_odd(const Bf16* p) { return load_even(p + 1); }
+  static F16 load_first_even(const Bf16* p, int64_t n) {
+    return each([&](int i) { return i < n ? widen(p[2 * i]) : 0.0f; });
+  }
+  static F16 load_first_odd(const Bf16* p, int64_t n) { return load_first_even(p + 1, n); }
   static F16 load(const Fp8* p) {
     return each([&](int i) { return half_to_float(fp8_as_half(p[i])); });
   }

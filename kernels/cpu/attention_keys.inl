@@ -1,0 +1,75 @@
+// What attention sees of a partition of the keys, where they lie, and how scores become weights. Included before attention.inl
+// and attention_amx.inl.
+
+namespace twinplane::kernels::TWINPLANE_ISA {
+
+// Keys of one partition that any row of the tile may see, relative to the partition's first key. `base` is the first
+// score computed: a whole vector starts at a key divisible by 16.
+struct KeyRange {
+  int64_t first;  // absolute position of the partition
+  int64_t begin;
+  int64_t end;
+  int64_t base() const { return begin / 16 * 16; }
+  // Of 16 values at keys `i` .. those of keys in the range; `fill` for the others.
+  F16 keep(int64_t i, F16 values, F16 fill) const {
+    return i >= begin && i + 16 <= end ? values : values.keep(begin - i, end - i, fill);
+  }
+};
+
+inline int64_t position_of(const AttentionTile& t, int64_t row) { return t.first_position + row / t.heads; }
+
+inline int64_t first_visible(const AttentionTile& t, int64_t position) {
+  return t.window > 0 && position >= t.window ? position - t.window + 1 : 0;
+}
+
+inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+inline KeyRange visible_keys(const AttentionTile& t, int64_t partition, int64_t from_position, int64_t to_position) {
+  const int64_t first = partition * kAttentionSplit;
+  return {first, clamp(first_visible(t, from_position) - first, 0, kAttentionSplit),
+          clamp(to_position + 1 - first, 0, kAttentionSplit)};
+}
+
+template <class Element>
+inline constexpr bool kHasPowers = sizeof(Element) == 1;  // FP8, see KvType
+
+template <class Element>
+inline constexpr bool kInPairs = sizeof(Element) == 2;  // bfloat16
+
+template <class Element>
+inline const Element* key_tile(const AttentionTile& t, int64_t key) {
+  return static_cast<const Element*>(t.keys) + t.table[key / t.block_size] * t.key_block_stride +
+         key % t.block_size / 16 * (t.head_dim + kHasPowers<Element>)*16;
+}
+
+// In pairs: of an even `offset`.
+template <class Element>
+inline const Element* value_line(const AttentionTile& t, int64_t block, int64_t offset) {
+  return static_cast<const Element*>(t.values) + t.table[block] * t.value_block_stride + offset * t.value_dim;
+}
+
+// From scores, products of queries and keys, to weights e^(scale (score - greatest)): powers of two of them times log2 e.
+struct Weights {
+  float softcap;
+  float scale;  // of what `of` takes
+  float factor;
+  float softcap_factor;
+
+  explicit Weights(const AttentionTile& t)
+      : softcap(t.softcap),
+        scale(softcap > 0 ? 1 : t.scale),
+        factor(scale * 1.44269504f),
+        softcap_factor(softcap > 0 ? t.scale / softcap : 0) {}
+
+  // Scores as a softcap leaves them: scaled.
+  F16 cap(F16 score) const { return tanh(score * F16::broadcast(softcap_factor)) * F16::broadcast(softcap); }
+  // 1 for the greatest; what lies 126 powers of two below it counts as lying there. NaN stays NaN.
+  F16 of(F16 score, float greatest) const {
+    const F16 x = F16::broadcast(-126).max((score - F16::broadcast(greatest)) * F16::broadcast(factor));
+    return power_of_two(x);
+  }
+  // Of e, in the greatest weight.
+  float exponent(float greatest) const { return greatest * scale; }
+};
+
+}  // namespace twinplane::kernels::TWINPLANE_ISA

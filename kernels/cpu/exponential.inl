@@ -1,0 +1,51 @@
+// Exponentials. Included by each isa_*.cpp before what uses them.
+
+namespace twinplane::kernels::TWINPLANE_ISA {
+
+// e^x to about 1 unit in the last place: x = n ln 2 + f with |f| <= ln 2 / 2, e^f by its Taylor polynomial of degree 7.
+// exp(0) is exactly 1; below -87.3 the result is about 1e-38; NaN stays NaN.
+inline F16 exp(F16 x) {
+  const F16 clamped = F16::broadcast(-87.3f).max(F16::broadcast(88.7f).min(x));
+  const F16 n = (clamped * F16::broadcast(1.44269504f)).round();
+  F16 f = clamped.plus_product(
+      n, F16::broadcast(-0.693359375f));  // ln 2 in two parts: the first has 10 bits, n * it is exact
+  f = f.plus_product(n, F16::broadcast(2.12194440e-4f));
+  F16 p = F16::broadcast(1.0f / 5040);
+  p = F16::broadcast(1.0f / 720).plus_product(p, f);
+  p = F16::broadcast(1.0f / 120).plus_product(p, f);
+  p = F16::broadcast(1.0f / 24).plus_product(p, f);
+  p = F16::broadcast(1.0f / 6).plus_product(p, f);
+  p = F16::broadcast(0.5f).plus_product(p, f);
+  p = F16::broadcast(1.0f).plus_product(p, f);
+  p = F16::broadcast(1.0f).plus_product(p, f);
+  return p.scale_by_power(n);
+}
+
+// 2^x to about 1 unit in the last place, for -126 <= x <= 0: x = n + f with |f| <= 1 / 2, 2^f by a polynomial fitted to
+// it (relative error 2e-9) that is 1 at 0. NaN stays NaN.
+inline F16 power_of_two(F16 x) {
+  const F16 n = x.round();
+  const F16 f = x - n;
+  F16 p = F16::broadcast(0.00015353362f);
+  p = F16::broadcast(0.0013398874f).plus_product(p, f);
+  p = F16::broadcast(0.009618437f).plus_product(p, f);
+  p = F16::broadcast(0.055503324f).plus_product(p, f);
+  p = F16::broadcast(0.24022648f).plus_product(p, f);
+  p = F16::broadcast(0.6931472f).plus_product(p, f);
+  p = F16::broadcast(1).plus_product(p, f);
+  return p.scale_by_power(n);
+}
+
+inline float exp(float x) {
+  float lanes[16];
+  exp(F16::broadcast(x)).store(lanes);
+  return lanes[0];
+}
+
+// 1 - 2 / (e^2x + 1): absolute error about 1e-7.
+inline F16 tanh(F16 x) {
+  const F16 one = F16::broadcast(1);
+  return one - F16::broadcast(2) / (exp(x + x) + one);
+}
+
+}  // namespace twinplane::kernels::TWINPLANE_ISA
