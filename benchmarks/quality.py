@@ -38,14 +38,15 @@ class Format:
     dtype: str = "auto"
     quantization: str = "none"
     activations: str = "float"
-    kv: str = "float32"
+    kv: str = "auto"
 
 
 FORMATS = (
     Format("float32", dtype="float32"),
     Format("bfloat16", dtype="bfloat16"),
     Format("GGUF blocks as stored"),
-    Format("GGUF blocks, int8 activations", activations="int8"),
+    Format("GGUF blocks, int8 activations", activations="int8"),  # these bring a bfloat16 cache
+    Format("GGUF blocks, int8 activations, float32 KV", activations="int8", kv="float32"),
     Format("q8", safetensors=True, quantization="q8"),
     Format("q8, int8 activations", safetensors=True, quantization="q8", activations="int8"),
     Format("q4", safetensors=True, quantization="q4"),
@@ -64,7 +65,7 @@ def _log_probabilities(path: Path, form: Format, tokens: list[int]) -> NDArray[n
     device, source = CpuDevice(), open_weights(card)
     chosen = device.choose_format(form.dtype, card, native=True, quantization=form.quantization, activations=form.activations)
     device.load(cls, BuildContext(card.path, config, source, device.ops, chosen, len(tokens)))
-    layers, kv_dtype = cls.shape(config).layers, device.choose_kv_dtype(form.kv)
+    layers, kv_dtype = cls.shape(config).layers, device.choose_kv_dtype(form.kv, form.activations)
     block_size = choose_block_size(layers[0].head_dim, kv_dtype)
     blocks = -(-len(tokens) // block_size)
     device.allocate_kv(KVSpec(layers, kv_dtype, block_size), blocks)

@@ -41,8 +41,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def choose_kv_dtype(self, requested: str) -> torch.dtype:
-        """Raises DataPlaneError, naming the alternatives."""
+    def choose_kv_dtype(self, requested: str, activations: str = "float") -> torch.dtype:
+        """The number format of the KV cache. `activations`: of the weights' format. Raises DataPlaneError, naming the alternatives."""
 
     @abstractmethod
     def load(self, model: type[Model], context: BuildContext) -> Model:

@@ -56,9 +56,10 @@ class KVSpec:
 
 def choose_block_size(head_dim: int, dtype: torch.dtype) -> int:
     """16, 32 or 64 tokens: larger for larger heads, where a block table of small blocks costs more than its waste saves;
-    doubled for one-byte KV, so that a row of a block stays a full cache line."""
+    doubled for one-byte KV, so that a row of a block stays a full cache line; at least 32 for two-byte KV, of which the matrix unit
+    multiplies 32 tokens at a time."""
     size = 16 if head_dim <= 64 else 32 if head_dim <= 128 else 64
-    return min(64, size * 2) if dtype.itemsize == 1 else size
+    return {1: min(64, size * 2), 2: max(32, size)}.get(dtype.itemsize, size)
 
 
 class KVCache:

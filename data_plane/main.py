@@ -108,7 +108,7 @@ class DataPlane:
 
     def _make_plan(self, source: WeightSource) -> MemoryPlan:
         model, config = self._model, self._config
-        kv_dtype = self._device.choose_kv_dtype(config.kv_cache_dtype)
+        kv_dtype = self._device.choose_kv_dtype(config.kv_cache_dtype, model.format.activations)
         block_size = config.block_size or choose_block_size(max(layer.head_dim for layer in model.shape.layers), kv_dtype)
         max_model_len = self._max_model_len()
         activations = config.max_num_batched_tokens * model.shape.activation_elements_per_token

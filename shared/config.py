@@ -181,7 +181,7 @@ class DataPlaneSettings(CommonSettings):
         "auto",
         Choice(("auto", "float32", "bfloat16", "float16", "fp8_e4m3")),
         "KV cache",
-        "number format of the KV cache",
+        "number format of the KV cache; auto on a CPU: bfloat16 with int8 activations, else float32",
     )
     kv_cache_bytes: int | None = option(None, Size(), "KV cache", "size of the KV cache", auto="set by memory-fraction")
     memory_fraction: float | None = option(

@@ -7,10 +7,13 @@
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
-// Vectors per row such that the sums, one line of keys or values and one broadcast fit the registers.
+// Vectors per row such that the sums, one line of keys or values and one broadcast fit the registers. A line in pairs
+// is two.
+template <class Element>
 constexpr int vectors_per_row(int rows) {
+  constexpr int kLines = kInPairs<Element> ? 2 : 1;
   int vectors = 4;
-  while (vectors > 1 && rows * vectors + vectors + 1 > kRegisters) vectors /= 2;
+  while (vectors > 1 && rows * vectors + vectors * kLines + 1 > kRegisters) vectors /= 2;
   return vectors;
 }
 
@@ -47,6 +50,7 @@ template <class Element, int Rows, int Vectors>
     });
     if constexpr (kInPairs<Element>) {
       add(d, [&](const Element* tile) TWINPLANE_INLINE { return F16::load_even(tile + d * 16); });
+      asm volatile("" ::: "memory");  // loads the line again: there is no register to keep it in
       add(d + 1, [&](const Element* tile) TWINPLANE_INLINE { return F16::load_odd(tile + d * 16); });
     } else {
       add(d, [&](const Element* tile) TWINPLANE_INLINE { return F16::load(tile + d * 16); });
@@ -76,7 +80,7 @@ inline void key_tiles(const AttentionTile& t, const KeyRange& keys, int64_t key,
 
 template <class Element, int Rows>
 void score_rows(const AttentionTile& t, const KeyRange& keys, const float* query, float* scores) {
-  constexpr int kVectors = vectors_per_row(Rows);
+  constexpr int kVectors = vectors_per_row<Element>(Rows);
   if (keys.begin >= keys.end) return;
   const Element* tiles[kVectors];
   const Element* next[kVectors];
@@ -105,13 +109,23 @@ inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, co
   }
   const float max = greatest.greatest();
   F16 total = F16::zero();
-  for (int64_t i = tile.base(); i < tile.end; i += 16) {
-    float* at = scores + i - tile.base();
-    F16 weight = row.keep(i, weights.of(F16::load(at), max), F16::zero());
-    total = total + weight;
-    if constexpr (kHasPowers<Element>) weight = row.keep(i, weight * value_powers(t, tile.first + i), F16::zero());
-    weight.store(at);
-  }
+  const auto weigh = [&](auto count, int64_t first) TWINPLANE_INLINE {
+    F16 weight[count.value];
+    float* at = scores + first - tile.base();
+    unroll<count.value>([&](auto v) TWINPLANE_INLINE { weight[v.value] = F16::load(at + v.value * 16); });
+    weights.weigh(weight, max);
+    unroll<count.value>([&](auto v) TWINPLANE_INLINE {
+      const int64_t key = first + v.value * 16;
+      F16 kept = row.keep(key, weight[v.value], F16::zero());
+      total = total + kept;
+      if constexpr (kHasPowers<Element>) kept = row.keep(key, kept * value_powers(t, tile.first + key), F16::zero());
+      kept.store(at + v.value * 16);
+    });
+  };
+  constexpr int kVectors = kRegisters >= 32 ? 4 : 1;
+  int64_t key = tile.base();
+  for (; key + 16 * (kVectors - 1) < tile.end; key += 16 * kVectors) weigh(Index<kVectors>{}, key);
+  for (; key < tile.end; key += 16) weigh(Index<1>{}, key);
   return {weights.exponent(max), total.sum()};
 }
 
@@ -129,9 +143,8 @@ template <class Element, int Rows, int Vectors, bool Masked>
     unroll<Vectors>([&](auto v) TWINPLANE_INLINE { values[v.value] = load(v); });
     unroll<Rows>([&](auto r) TWINPLANE_INLINE {
       const F16 w = rows.at(r, key - keys.base());
-      unroll<Vectors>([&](auto v) TWINPLANE_INLINE {
-        c[r.value][v.value] = c[r.value][v.value].plus_product(w, values[v.value]);
-      });
+      unroll<Vectors>(
+          [&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = c[r.value][v.value].plus_product(w, values[v.value]); });
     });
   };
   constexpr int64_t kStep = kInPairs<Element> ? 2 : 1;
@@ -153,6 +166,7 @@ template <class Element, int Rows, int Vectors, bool Masked>
           });
         }
         if (key == end) break;
+        if constexpr (Masked) asm volatile("" ::: "memory");  // as above
         add(key++, [&](auto v) TWINPLANE_INLINE {
           return Masked ? F16::load_first_odd(line, width) : F16::load_odd(line + v.value * 32);
         });
@@ -177,7 +191,7 @@ template <class Element, int Rows, int Vectors, bool Masked>
 
 template <class Element, int Rows>
 void value_rows(const AttentionTile& t, const KeyRange& keys, const float* weights, float* sums) {
-  constexpr int kVectors = vectors_per_row(Rows);
+  constexpr int kVectors = vectors_per_row<Element>(Rows);
   int64_t column = 0;
   for (; column + 16 * kVectors <= t.value_dim; column += 16 * kVectors)
     value_strip<Element, Rows, kVectors, false>(t, keys, weights, column, 0, sums);

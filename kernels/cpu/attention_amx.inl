@@ -1,13 +1,14 @@
 // Attention over a bfloat16 cache on AMX. Included by isa_amx.cpp last; attention.inl does the same with vectors.
 //
-// Queries and weights are float32, so they go as three pieces each (SplitTile); keys and values are what the matrix unit
-// multiplies. Sixteen rows of a tile at a time:
+// Keys and values are what the matrix unit multiplies. Queries and weights go as two bfloat16 numbers each, which hold
+// them to 2^-16 of themselves; what comes of keys and values that were rounded to 2^-9 is no coarser for it. Sixteen
+// rows of a tile at a time:
 //
 //   scores    query [rows][32 dims]     times keys [16 pairs of dims][16 keys], tiles of the cache as they lie
 //   sums      weights [rows][32 keys]   times values [16 pairs of keys][16 dims]
 //
-// The 32 keys of a step come from blocks that may lie apart, and some of them must not count, whatever lies there: values
-// are collected into tiles, once for all rows.
+// The values of a step's 32 keys are multiplied where they lie if they follow each other and all of them count. Else
+// they are collected, once for all rows: blocks may lie apart, and what must not count may be anything.
 //
 // Steps are counted from the partition's first key, so a row's sums are those of the same 32 keys whatever tile the row
 // is in; a key it may not see weighs 0, and a step without one it sees adds 0 (INV-10).
@@ -16,43 +17,53 @@ namespace twinplane::kernels::amx {
 namespace {
 
 constexpr int64_t kKeySteps = kAttentionSplit / kGroup;
-constexpr int64_t kTileBytes = 1024;
+constexpr int kColumnTiles = 4;  // multiplied with one tile of rows together: registers for sums
 
-using TileOfScores = float[kTileRows][16];  // 16 keys
+// 32 numbers of 16 rows: the nearest bfloat16 numbers, and what is left.
+struct alignas(64) RowTile {
+  uint16_t pieces[2][kTileRows][kGroup];
+};
 
-// A pair of tiles that are multiplied together.
-struct TilePair {
-  alignas(64) char first[kTileBytes];
-  char second[kTileBytes];
+// Of 32 keys. Weights take the place of the scores they come from, line by line, so that they stay in the first cache.
+union ScoreTile {
+  float scores[2][kTileRows][16];
+  RowTile weights;
+};
+static_assert(sizeof(ScoreTile) == sizeof(RowTile));
+
+// 32 dims of 16 keys. In a tile of 16 keys in the cache, those of all dims follow each other.
+struct alignas(32) Tile {
+  Bf16 pairs[kPairs][16][2];
 };
 
 int64_t steps_of(int64_t depth) { return (depth + kGroup - 1) / kGroup; }
 
 struct AttentionScratch {
-  SplitTile* query;      // [kAttentionRows / kTileRows][steps of dims]
-  SplitTile* weights;    // [kKeySteps], of one tile of rows
-  TileOfScores* scores;  // [kAttentionSplit / 16], likewise
-  TilePair* values;      // [ceil(value_dim / 32)][kKeySteps]
-  TilePair* last_keys;   // of 32 keys, the last dims where there are fewer than 32, and zeros
-
-  static constexpr size_t kFixed =
-      kKeySteps * sizeof(SplitTile) + kAttentionSplit / 16 * sizeof(TileOfScores) + sizeof(TilePair);
+  RowTile* query;     // [kAttentionRows / kTileRows][steps of dims]
+  ScoreTile* scores;  // [kKeySteps], of one tile of rows
+  Tile* last_keys;    // [kColumnTiles]: the last dims of keys, where there are fewer than 32, and zeros
+  Bf16* values;       // [kKeySteps][kPairs][whole_dims][2]: values that are collected
 
   static size_t bytes(int64_t head_dim, int64_t value_dim) {
-    return kFixed + static_cast<size_t>(kAttentionRows / kTileRows * steps_of(head_dim)) * sizeof(SplitTile) +
-           static_cast<size_t>(steps_of(value_dim) * kKeySteps) * sizeof(TilePair);
+    return static_cast<size_t>(kAttentionRows / kTileRows * steps_of(head_dim)) * sizeof(RowTile) +
+           kKeySteps * sizeof(ScoreTile) + kColumnTiles * sizeof(Tile) +
+           static_cast<size_t>(kKeySteps * kGroup * whole_dims(value_dim)) * sizeof(Bf16);
   }
+  static int64_t whole_dims(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
 
   AttentionScratch(const AttentionTile& t, void* memory) {
-    query = static_cast<SplitTile*>(memory);
-    weights = query + kAttentionRows / kTileRows * steps_of(t.head_dim);
-    scores = reinterpret_cast<TileOfScores*>(weights + kKeySteps);
-    last_keys = reinterpret_cast<TilePair*>(scores + kAttentionSplit / 16);
-    values = last_keys + 1;
+    query = static_cast<RowTile*>(memory);
+    scores = reinterpret_cast<ScoreTile*>(query + kAttentionRows / kTileRows * steps_of(t.head_dim));
+    last_keys = reinterpret_cast<Tile*>(scores + kKeySteps);
+    values = reinterpret_cast<Bf16*>(last_keys + kColumnTiles);
   }
+
+  // Of row r for 16 keys from `key` on.
+  float* scores_at(int64_t key, int64_t r) const { return scores[key / kGroup].scores[key % kGroup / 16][r]; }
 };
 
-// Where 16 keys each, and their values, lie. Of those outside the range it is the first or the last: nobody looks at them.
+// Where 16 keys each, and their values, lie. Of those outside the range it is the first or the last: nobody looks at
+// them.
 struct KeyTiles {
   const Bf16* keys[kAttentionSplit / 16];
   const Bf16* values[kAttentionSplit / 16];
@@ -69,72 +80,51 @@ struct KeyTiles {
       if (offset == t.block_size) offset = 0, ++block;
     }
     // Steps are of two.
-    if (first % 2 != 0) keys[first - 1] = keys[first];
-    if (end % 2 != 0) keys[end] = keys[end - 1];
+    if (first % 2 != 0) keys[first - 1] = keys[first], values[first - 1] = values[first];
+    if (end % 2 != 0) keys[end] = keys[end - 1], values[end] = values[end - 1];
   }
 };
 
-// Asks for lines of 64 bytes, for the second cache.
-inline void prefetch_lines(const Bf16* p, int64_t lines) {
-  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(p + 32 * i, 0, 2);
-}
+// The values of each step: pairs of keys `stride` elements apart.
+struct ValueSteps {
+  const Bf16* steps[kKeySteps];
+  int64_t stride;
 
-// Which line of a tile of values the keys 2 `pair` and 2 `pair` + 1 of a step are: so they meet the weights that
-// store_pieces wrote.
-constexpr int64_t value_row(int64_t pair) { return pair % 8 / 2 * 4 + pair / 8 * 2 + pair % 2; }
-
-// Which of 16 dims from `left` of the end on there are.
-inline __mmask16 dims_left(int64_t left) {
-  return static_cast<__mmask16>(left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0);
-}
-
-// The lines of 16 keys, all of them seen: half of each tile of a step.
-TWINPLANE_INLINE inline void collect_half(const Bf16* from, int64_t value_dim, int64_t half, TilePair* out) {
-  for (int64_t d = 0; d < value_dim; d += 32, out += kKeySteps) {
-    const __mmask16 first = dims_left(value_dim - d);
-    const __mmask16 second = dims_left(value_dim - d - 16);
-    unroll<8>([&](auto pair) TWINPLANE_INLINE {
-      const Bf16* line = from + (pair.value * value_dim + d) * 2;
-      const int64_t row = 64 * value_row(8 * half + pair.value);
-      _mm512_store_si512(out->first + row, _mm512_maskz_loadu_epi32(first, line));
-      _mm512_store_si512(out->second + row, _mm512_maskz_loadu_epi32(second, line + 32));
-    });
-  }
-}
-
-// The values of the keys of all steps; zeros for keys that are not seen.
-void collect_values(const AttentionTile& t, const KeyRange& keys, const KeyTiles& from, TilePair* out) {
-  for (int64_t key = keys.begin / kGroup * kGroup; key < (keys.end + kGroup - 1) / kGroup * kGroup; key += 16) {
-    TilePair* tiles = out + key / kGroup;
-    const int64_t half = key % kGroup / 16;
-    if (key >= keys.begin && key + 16 <= keys.end) {
-      collect_half(from.values[key / 16], t.value_dim, half, tiles);
-      continue;
+  ValueSteps(const AttentionTile& t, const KeyRange& range, const KeyTiles& from, const AttentionScratch& scratch) {
+    const int64_t dims = AttentionScratch::whole_dims(t.value_dim);
+    stride = 2 * dims;
+    for (int64_t step = range.begin / kGroup; step * kGroup < range.end; ++step) {
+      const bool all = step * kGroup >= range.begin && (step + 1) * kGroup <= range.end;
+      const Bf16* first = from.values[2 * step];
+      if (all && dims == t.value_dim && from.values[2 * step + 1] == first + 16 * t.value_dim) {
+        steps[step] = first;
+        continue;
+      }
+      Bf16* collected = scratch.values + step * kGroup * dims;
+      collect(t.value_dim, range, step * kGroup, first, collected);
+      collect(t.value_dim, range, step * kGroup + 16, from.values[2 * step + 1], collected + 16 * dims);
+      steps[step] = collected;
     }
-    for (int64_t pair = 0; pair < 8; ++pair) {
-      const auto seen = [&](int64_t i) { return i >= keys.begin && i < keys.end; };
-      const bool even = seen(key + 2 * pair);
-      const bool odd = seen(key + 2 * pair + 1);
+  }
+
+ private:
+  // The values of 16 keys, zeros for those out of the range.
+  static void collect(int64_t value_dim, const KeyRange& range, int64_t key, const Bf16* from, Bf16* out) {
+    for (int64_t pair = 0; pair < 8; ++pair, key += 2, from += 2 * value_dim) {
+      const bool even = key >= range.begin && key < range.end;
+      const bool odd = key + 1 >= range.begin && key + 1 < range.end;
       const __m512i mask = _mm512_set1_epi32((even ? 0xFFFF : 0) | (odd ? INT32_MIN >> 15 : 0));
-      const int64_t row = 64 * value_row(8 * half + pair);
-      for (int64_t d = 0; d < t.value_dim; d += 32) {
-        TilePair& to = tiles[d / 32 * kKeySteps];
-        __m512i first = _mm512_setzero_si512();
-        __m512i second = _mm512_setzero_si512();
-        if (even || odd) {
-          const Bf16* line = from.values[key / 16] + 2 * (pair * t.value_dim + d);
-          first = _mm512_maskz_loadu_epi32(dims_left(t.value_dim - d), line);
-          second = _mm512_maskz_loadu_epi32(dims_left(t.value_dim - d - 16), line + 32);
-        }
-        _mm512_store_si512(to.first + row, _mm512_and_si512(first, mask));
-        _mm512_store_si512(to.second + row, _mm512_and_si512(second, mask));
+      for (int64_t d = 0; d < value_dim; d += 16, out += 32) {
+        const int64_t left = value_dim - d;
+        const __mmask16 dims = !(even || odd) ? 0 : left >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << left) - 1);
+        _mm512_store_si512(out, _mm512_and_si512(_mm512_maskz_loadu_epi32(dims, from + 2 * d), mask));
       }
     }
   }
-}
+};
 
 // The lines of a tile of keys from dim `from` on, and zeros: what is behind the tile may be anything.
-void copy_last_keys(const Bf16* tile, int64_t from, int64_t head_dim, char* out) {
+void copy_last_keys(const Bf16* tile, int64_t from, int64_t head_dim, Tile& out) {
   for (int64_t row = 0; row < kPairs; ++row) {
     const int64_t d = from + 2 * row;
     __m512i keys = _mm512_setzero_si512();
@@ -143,56 +133,123 @@ void copy_last_keys(const Bf16* tile, int64_t from, int64_t head_dim, char* out)
     } else if (d < head_dim) {  // alone
       keys = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + d * 16)));
     }
-    _mm512_store_si512(out + 64 * row, keys);
+    _mm512_store_si512(out.pairs[row], keys);
   }
 }
 
-// Tiles 0 and 1 += a tile of rows times two tiles of columns.
-TWINPLANE_INLINE inline void multiply_pair(const SplitTile* x, const void* first, const void* second) {
-  _tile_loadd(6, first, 64);
-  _tile_loadd(7, second, 64);
-  multiply_piece<1>(x, 0, 2);
-  multiply_piece<1>(x, 0, 1);
-  multiply_piece<1>(x, 0, 0);
+// Line r of a tile of rows.
+TWINPLANE_INLINE inline void store_pieces(F16 first, F16 second, RowTile& out, int64_t r) {
+  const __m512i order =
+      _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // packing takes four of the first, four of the second
+  const auto store = [&](int piece, __m512i low, __m512i high) TWINPLANE_INLINE {
+    const __m512i packed = _mm512_packus_epi32(_mm512_srli_epi32(low, 16), _mm512_srli_epi32(high, 16));
+    _mm512_store_si512(out.pieces[piece][r], _mm512_permutexvar_epi64(order, packed));
+  };
+  // Adding half of what is cut off rounds. That may make anything of a NaN, but then what is left is one.
+  const auto rounded = [](F16 x) TWINPLANE_INLINE {
+    return _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x8000));
+  };
+  const auto left = [](F16 x, __m512i coarse) TWINPLANE_INLINE {
+    const __m512i upper_half = _mm512_and_si512(coarse, _mm512_set1_epi32(INT32_MIN >> 15));
+    return _mm512_castps_si512((x - F16{_mm512_castsi512_ps(upper_half)}).v);
+  };
+  const __m512i coarse[2] = {rounded(first), rounded(second)};
+  store(0, coarse[0], coarse[1]);
+  store(1, left(first, coarse[0]), left(second, coarse[1]));
 }
 
-// Scores of a tile of rows for all keys. `Ahead`: asks for the next keys, and for the values.
-template <bool Ahead>
-[[gnu::noinline]] void score_tiles(const AttentionTile& t, const KeyRange& keys, const KeyTiles& from,
-                                   const SplitTile* query, const AttentionScratch& scratch) {
+void split_query(const float* x, int64_t depth, RowTile* out, int64_t r) {
+  for (int64_t k = 0; k < depth; k += kGroup, ++out)
+    store_pieces(F16::load_first(x + k, depth - k), F16::load_first(x + k + 16, depth - k - 16), *out, r);
+}
+
+// Registers: sums of each tile of columns 0 to 3, the pieces of rows 4 and 5, columns 6 and 7 by turns.
+template <int Column>
+TWINPLANE_INLINE inline void clear_sums() {
+  if constexpr (Column == 0) _tile_zero(0);
+  if constexpr (Column == 1) _tile_zero(1);
+  if constexpr (Column == 2) _tile_zero(2);
+  if constexpr (Column == 3) _tile_zero(3);
+}
+
+template <int Column>
+TWINPLANE_INLINE inline void store_sums(float* out, int64_t stride) {
+  if constexpr (Column == 0) _tile_stored(0, out, stride * 4);
+  if constexpr (Column == 1) _tile_stored(1, out, stride * 4);
+  if constexpr (Column == 2) _tile_stored(2, out, stride * 4);
+  if constexpr (Column == 3) _tile_stored(3, out, stride * 4);
+}
+
+#define TWINPLANE_ADD_PIECES(SUMS, COLUMNS, from) \
+  _tile_loadd(COLUMNS, from, stride);             \
+  _tile_dpbf16ps(SUMS, 5, COLUMNS);               \
+  _tile_dpbf16ps(SUMS, 4, COLUMNS)
+
+// Sums += a tile of rows times the columns, lines `stride` bytes apart.
+template <int Columns>
+TWINPLANE_INLINE inline void multiply_tiles(const RowTile& x, const void* const (&columns)[Columns], int64_t stride) {
+  _tile_loadd(4, x.pieces[0], 2 * kGroup);
+  _tile_loadd(5, x.pieces[1], 2 * kGroup);
+  unroll<Columns>([&](auto c) TWINPLANE_INLINE {
+    const void* from = columns[c.value];
+    if constexpr (c.value == 0) {
+      TWINPLANE_ADD_PIECES(0, 6, from);
+    }
+    if constexpr (c.value == 1) {
+      TWINPLANE_ADD_PIECES(1, 7, from);
+    }
+    if constexpr (c.value == 2) {
+      TWINPLANE_ADD_PIECES(2, 6, from);
+    }
+    if constexpr (c.value == 3) {
+      TWINPLANE_ADD_PIECES(3, 7, from);
+    }
+  });
+}
+#undef TWINPLANE_ADD_PIECES
+
+// Scores of a tile of rows for tiles first .. first + Columns - 1 of 16 keys.
+template <int Columns>
+TWINPLANE_INLINE inline void score_columns(const AttentionTile& t, const KeyTiles& from, int64_t first,
+                                           const RowTile* query, const AttentionScratch& scratch) {
   const int64_t whole = t.head_dim / kGroup;
-  const int64_t last = (keys.end - 1) / 16;
-  for (int64_t i = keys.begin / kGroup * 2; i <= last; i += 2) {
-    const Bf16* first = from.keys[i];
-    const Bf16* second = from.keys[i + 1];
-    if constexpr (Ahead) {
-      for (int64_t j = i; j < i + 2 && j <= last; ++j) {
-        if (j + 2 <= last) prefetch_lines(from.keys[j + 2], t.head_dim / 2);
-        if (j * 16 >= keys.base()) prefetch_lines(from.values[j], t.value_dim / 2);
-      }
-    }
-    if (whole * kGroup < t.head_dim) {
-      copy_last_keys(first, whole * kGroup, t.head_dim, scratch.last_keys->first);
-      copy_last_keys(second, whole * kGroup, t.head_dim, scratch.last_keys->second);
-    }
-    memory_is_tiles();
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t d = 0; d < whole; ++d) multiply_pair(query + d, first + d * kGroup * 16, second + d * kGroup * 16);
-    if (whole * kGroup < t.head_dim) multiply_pair(query + whole, scratch.last_keys->first, scratch.last_keys->second);
-    _tile_stored(0, scratch.scores[i], 64);
-    _tile_stored(1, scratch.scores[i + 1], 64);
-    memory_is_tiles();
+  const void* keys[Columns];
+  unroll<Columns>([&](auto c) TWINPLANE_INLINE {
+    if (whole * kGroup < t.head_dim)
+      copy_last_keys(from.keys[first + c.value], whole * kGroup, t.head_dim, scratch.last_keys[c.value]);
+  });
+  memory_is_tiles();
+  unroll<Columns>([&](auto c) TWINPLANE_INLINE { clear_sums<c.value>(); });
+  for (int64_t d = 0; d < whole; ++d) {
+    unroll<Columns>([&](auto c) TWINPLANE_INLINE { keys[c.value] = from.keys[first + c.value] + d * kGroup * 16; });
+    multiply_tiles<Columns>(query[d], keys, sizeof(Tile) / kPairs);
   }
+  if (whole * kGroup < t.head_dim) {
+    unroll<Columns>([&](auto c) TWINPLANE_INLINE { keys[c.value] = scratch.last_keys + c.value; });
+    multiply_tiles<Columns>(query[whole], keys, sizeof(Tile) / kPairs);
+  }
+  unroll<Columns>([&](auto c)
+                      TWINPLANE_INLINE { store_sums<c.value>(scratch.scores_at((first + c.value) * 16, 0), 16); });
+  memory_is_tiles();
 }
 
-// Scores of row r for 16 keys from `key` on.
-inline float* scores_at(const AttentionScratch& scratch, int64_t key, int64_t r) { return scratch.scores[key / 16][r]; }
+// Scores of a tile of rows for all keys.
+[[gnu::noinline]] void score_tiles(const AttentionTile& t, const KeyRange& keys, const KeyTiles& from,
+                                   const RowTile* query, const AttentionScratch& scratch) {
+  const int64_t end = (keys.end + kGroup - 1) / kGroup * 2;
+  for (int64_t i = keys.begin / kGroup * 2; i < end; i += kColumnTiles) {
+    if (i + kColumnTiles <= end) {
+      score_columns<kColumnTiles>(t, from, i, query, scratch);
+    } else {
+      score_columns<kColumnTiles / 2>(t, from, i, query, scratch);
+    }
+  }
+}
 
 void cap_scores(const Weights& weights, const KeyRange& keys, const AttentionScratch& scratch, int64_t rows) {
   for (int64_t key = keys.base(); key < keys.end; key += 16) {
     for (int64_t r = 0; r < rows; ++r) {
-      float* scores = scores_at(scratch, key, r);
+      float* scores = scratch.scores_at(key, r);
       weights.cap(F16::load(scores)).store(scores);
     }
   }
@@ -204,33 +261,32 @@ inline float greatest_score(const KeyRange& row, const AttentionScratch& scratch
   F16 greatest[2] = {lowest, lowest};
   int64_t key = row.base();
   for (; key >= row.begin && key + 32 <= row.end; key += 32) {
-    greatest[0] = greatest[0].max(F16::load(scores_at(scratch, key, r)));
-    greatest[1] = greatest[1].max(F16::load(scores_at(scratch, key + 16, r)));
+    greatest[0] = greatest[0].max(F16::load(scratch.scores_at(key, r)));
+    greatest[1] = greatest[1].max(F16::load(scratch.scores_at(key + 16, r)));
   }
   for (; key < row.end; key += 16)
-    greatest[0] = greatest[0].max(row.keep(key, F16::load(scores_at(scratch, key, r)), lowest));
+    greatest[0] = greatest[0].max(row.keep(key, F16::load(scratch.scores_at(key, r)), lowest));
   return greatest[0].max(greatest[1]).greatest();
 }
 
-// Row r of the scores -> pieces of its weights, for all steps; returns their sum.
-TWINPLANE_INLINE inline float weigh_row(const Weights& weights, const KeyRange& keys, const KeyRange& row,
-                                        float greatest, const AttentionScratch& scratch, int64_t r) {
-  F16 total[2] = {F16::zero(), F16::zero()};
-  for (int64_t step = keys.begin / kGroup; step * kGroup < keys.end; ++step) {
-    const int64_t key = step * kGroup;
-    F16 weight[2];
-    unroll<2>([&](auto half) TWINPLANE_INLINE {
-      weight[half.value] = weights.of(F16::load(scores_at(scratch, key + 16 * half.value, r)), greatest);
-    });
-    if (key < row.begin || key + kGroup > row.end) {
-      unroll<2>([&](auto half) TWINPLANE_INLINE {
-        weight[half.value] = row.keep(key + 16 * half.value, weight[half.value], F16::zero());
-      });
-    }
-    unroll<2>([&](auto half) TWINPLANE_INLINE { total[half.value] = total[half.value] + weight[half.value]; });
-    store_pieces(weight[0], weight[1], scratch.weights[step], r);
+// Row r of the scores of some steps -> pieces of its weights, which are added to `total`.
+template <int Steps>
+TWINPLANE_INLINE inline void weigh_steps(const Weights& weights, const KeyRange& row, float greatest,
+                                         const AttentionScratch& scratch, int64_t r, int64_t first, F16 (&total)[2]) {
+  F16 weight[2 * Steps];
+  unroll<2 * Steps>([&](auto i) TWINPLANE_INLINE {
+    weight[i.value] = F16::load(scratch.scores[first + i.value / 2].scores[i.value % 2][r]);
+  });
+  weights.weigh(weight, greatest);
+  const int64_t key = first * kGroup;
+  if (key < row.begin || key + Steps * kGroup > row.end) {
+    unroll<2 * Steps>(
+        [&](auto i) TWINPLANE_INLINE { weight[i.value] = row.keep(key + 16 * i.value, weight[i.value], F16::zero()); });
   }
-  return (total[0] + total[1]).sum();
+  unroll<2 * Steps>([&](auto i) TWINPLANE_INLINE { total[i.value % 2] = total[i.value % 2] + weight[i.value]; });
+  unroll<Steps>([&](auto i) TWINPLANE_INLINE {
+    store_pieces(weight[2 * i.value], weight[2 * i.value + 1], scratch.scores[first + i.value].weights, r);
+  });
 }
 
 // Scores of a tile of rows, the first of which is row `first` of `t`, -> weights.
@@ -246,36 +302,45 @@ TWINPLANE_INLINE inline float weigh_row(const Weights& weights, const KeyRange& 
     visible[r] = visible_keys(t, partition, position, position);
     greatest[r] = greatest_score(visible[r], scratch, r);
   }
+  constexpr int kTogether = 2;
+  const int64_t end = (keys.end + kGroup - 1) / kGroup;
   for (int64_t r = 0; r < rows; ++r) {
-    const float sum = weigh_row(weights, keys, visible[r], greatest[r], scratch, r);
-    states[r] = {weights.exponent(greatest[r]), sum};
+    F16 total[2] = {F16::zero(), F16::zero()};
+    int64_t step = keys.begin / kGroup;
+    for (; step + kTogether <= end; step += kTogether)
+      weigh_steps<kTogether>(weights, visible[r], greatest[r], scratch, r, step, total);
+    for (; step < end; ++step) weigh_steps<1>(weights, visible[r], greatest[r], scratch, r, step, total);
+    states[r] = {weights.exponent(greatest[r]), (total[0] + total[1]).sum()};
   }
 }
 
 // Sums of a tile of rows.
-[[gnu::noinline]] void sum_values(const AttentionTile& t, const KeyRange& keys, const AttentionScratch& scratch,
-                                  int64_t rows, float* sums) {
-  const int64_t first_step = keys.begin / kGroup;
-  const int64_t end_step = (keys.end + kGroup - 1) / kGroup;
-  for (int64_t column = 0; column < t.value_dim; column += 32) {
-    const TilePair* values = scratch.values + column / 32 * kKeySteps;
-    memory_is_tiles();
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t step = first_step; step < end_step; ++step)
-      multiply_pair(scratch.weights + step, values[step].first, values[step].second);
-    if (column + 32 <= t.value_dim) {
-      _tile_stored(0, sums + column, t.value_dim * 4);
-      _tile_stored(1, sums + column + 16, t.value_dim * 4);
+[[gnu::noinline]] void sum_values(const AttentionTile& t, const KeyRange& keys, const ValueSteps& values,
+                                  const AttentionScratch& scratch, int64_t rows, float* sums) {
+  const int64_t first = keys.begin / kGroup;
+  const int64_t end = (keys.end + kGroup - 1) / kGroup;
+  for (int64_t d = 0; d < t.value_dim; d += kColumnTiles * 16) {
+    const int64_t left = t.value_dim - d;
+    with_rows<kColumnTiles>((left + 15) / 16, [&](auto columns) TWINPLANE_INLINE {
+      constexpr int kColumns = columns.value;
       memory_is_tiles();
-      continue;
-    }
-    TileOfScores last[2];
-    _tile_stored(0, last[0], 64);
-    _tile_stored(1, last[1], 64);
-    memory_is_tiles();
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t d = column; d < t.value_dim; ++d) sums[r * t.value_dim + d] = last[(d - column) / 16][r][d % 16];
+      unroll<kColumns>([&](auto c) TWINPLANE_INLINE { clear_sums<c.value>(); });
+      for (int64_t step = first; step < end; ++step) {
+        const void* from[kColumns];
+        unroll<kColumns>([&](auto c) TWINPLANE_INLINE { from[c.value] = values.steps[step] + 2 * (d + 16 * c.value); });
+        multiply_tiles<kColumns>(scratch.scores[step].weights, from, values.stride * 2);
+      }
+      if (left >= kColumns * 16) {
+        unroll<kColumns>([&](auto c) TWINPLANE_INLINE { store_sums<c.value>(sums + d + 16 * c.value, t.value_dim); });
+        memory_is_tiles();
+        return;
+      }
+      float whole[kTileRows][kColumns * 16];
+      unroll<kColumns>([&](auto c) TWINPLANE_INLINE { store_sums<c.value>(whole[0] + 16 * c.value, kColumns * 16); });
+      memory_is_tiles();
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < left; ++i) sums[r * t.value_dim + d + i] = whole[r][i];
+    });
   }
 }
 
@@ -292,7 +357,7 @@ void attention_query(const AttentionTile& t, void* memory) {
   const AttentionScratch scratch(t, memory);
   for (int64_t row = 0; row < t.tokens * t.heads; ++row) {
     const float* query = t.query + row / t.heads * t.query_stride + row % t.heads * t.head_dim;
-    split_row(query, t.head_dim, scratch.query + row / kTileRows * steps_of(t.head_dim), row % kTileRows);
+    split_query(query, t.head_dim, scratch.query + row / kTileRows * steps_of(t.head_dim), row % kTileRows);
   }
 }
 
@@ -307,14 +372,13 @@ void attention_partition(const AttentionTile& t, int64_t partition, SoftmaxState
   }
   shape_tiles({rows < kTileRows ? rows : kTileRows, 2 * kGroup, kPairs});
   const KeyTiles from(t, keys);
-  const bool from_memory = t.tokens == 1;  // a chunk's other tiles read the same keys
+  const ValueSteps values(t, keys, from, scratch);
   for (int64_t first = 0; first < rows; first += kTileRows) {
-    const SplitTile* query = scratch.query + first / kTileRows * steps_of(t.head_dim);
-    (from_memory && first == 0 ? score_tiles<true> : score_tiles<false>)(t, keys, from, query, scratch);
-    if (first == 0) collect_values(t, keys, from, scratch.values);
+    const RowTile* query = scratch.query + first / kTileRows * steps_of(t.head_dim);
+    score_tiles(t, keys, from, query, scratch);
     const int64_t count = rows - first < kTileRows ? rows - first : kTileRows;
     weigh_tile(t, keys, partition, first, count, scratch, states + first);
-    sum_values(t, keys, scratch, count, sums + first * t.value_dim);
+    sum_values(t, keys, values, scratch, count, sums + first * t.value_dim);
   }
 }
 

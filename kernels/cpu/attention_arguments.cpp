@@ -1,6 +1,7 @@
 #include "kernels/cpu/attention_arguments.hpp"
 
 #include <algorithm>
+#include <string>
 
 namespace nb = nanobind;
 
@@ -114,6 +115,8 @@ const int32_t* int32_vector(const Array& x, int64_t length, const char* letters)
 
 void check_sequences(const AttentionBatch& batch, const KvCache& cache, int64_t tokens, const Array& tables,
                      const Array& contexts, const Array& starts, const std::optional<Array>& rows) {
+  // The kernels find the greatest score before they scale.
+  if (!(batch.scale > 0)) throw nb::value_error(("scale is " + std::to_string(batch.scale) + ", not positive").c_str());
   if (batch.query_start[0] != 0 || batch.query_start[batch.num_sequences] > tokens) {
     starts.fail("must begin with 0 and end with at most the " + number(tokens) + " tokens of query, got " +
                 number(batch.query_start[0]) + " and " + number(batch.query_start[batch.num_sequences]));

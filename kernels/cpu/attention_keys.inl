@@ -1,5 +1,5 @@
-// What attention sees of a partition of the keys, where they lie, and how scores become weights. Included before attention.inl
-// and attention_amx.inl.
+// What attention sees of a partition of the keys, where they lie, and how scores become weights. Included before
+// attention.inl and attention_amx.inl.
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
@@ -48,7 +48,8 @@ inline const Element* value_line(const AttentionTile& t, int64_t block, int64_t 
   return static_cast<const Element*>(t.values) + t.table[block] * t.value_block_stride + offset * t.value_dim;
 }
 
-// From scores, products of queries and keys, to weights e^(scale (score - greatest)): powers of two of them times log2 e.
+// From scores, products of queries and keys, to weights e^(scale (score - greatest)): powers of two of them times log2
+// e.
 struct Weights {
   float softcap;
   float scale;  // of what `of` takes
@@ -64,9 +65,13 @@ struct Weights {
   // Scores as a softcap leaves them: scaled.
   F16 cap(F16 score) const { return tanh(score * F16::broadcast(softcap_factor)) * F16::broadcast(softcap); }
   // 1 for the greatest; what lies 126 powers of two below it counts as lying there. NaN stays NaN.
-  F16 of(F16 score, float greatest) const {
-    const F16 x = F16::broadcast(-126).max((score - F16::broadcast(greatest)) * F16::broadcast(factor));
-    return power_of_two(x);
+  template <int N>
+  TWINPLANE_INLINE void weigh(F16 (&scores)[N], float greatest) const {
+    unroll<N>([&](auto i) TWINPLANE_INLINE { scores[i.value] = scores[i.value] - F16::broadcast(greatest); });
+    unroll<N>([&](auto i) TWINPLANE_INLINE {
+      scores[i.value] = F16::broadcast(-126).max(scores[i.value] * F16::broadcast(factor));
+    });
+    powers_of_two(scores);
   }
   // Of e, in the greatest weight.
   float exponent(float greatest) const { return greatest * scale; }

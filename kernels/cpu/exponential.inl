@@ -21,19 +21,27 @@ inline F16 exp(F16 x) {
   return p.scale_by_power(n);
 }
 
-// 2^x to about 1 unit in the last place, for -126 <= x <= 0: x = n + f with |f| <= 1 / 2, 2^f by a polynomial fitted to
-// it (relative error 2e-9) that is 1 at 0. NaN stays NaN.
-inline F16 power_of_two(F16 x) {
-  const F16 n = x.round();
-  const F16 f = x - n;
-  F16 p = F16::broadcast(0.00015353362f);
-  p = F16::broadcast(0.0013398874f).plus_product(p, f);
-  p = F16::broadcast(0.009618437f).plus_product(p, f);
-  p = F16::broadcast(0.055503324f).plus_product(p, f);
-  p = F16::broadcast(0.24022648f).plus_product(p, f);
-  p = F16::broadcast(0.6931472f).plus_product(p, f);
-  p = F16::broadcast(1).plus_product(p, f);
-  return p.scale_by_power(n);
+// x[i] -> 2^x[i] to about 1 unit in the last place, for -126 <= x <= 0: x = n + f with |f| <= 1 / 2, 2^f by a
+// polynomial fitted to it (relative error 2e-9) that is 1 at 0. NaN stays NaN. Several at a time: one alone is a chain
+// of operations so long that the processor sees no other work beside it.
+template <int N>
+TWINPLANE_INLINE inline void powers_of_two(F16 (&x)[N]) {
+  F16 n[N];
+  F16 p[N];
+  unroll<N>([&](auto i) TWINPLANE_INLINE { n[i.value] = x[i.value].round(); });
+  unroll<N>([&](auto i) TWINPLANE_INLINE { x[i.value] = x[i.value] - n[i.value]; });
+  unroll<N>([&](auto i) TWINPLANE_INLINE { p[i.value] = F16::broadcast(0.00015353362f); });
+  const auto next = [&](float coefficient) TWINPLANE_INLINE {
+    unroll<N>([&](auto i)
+                  TWINPLANE_INLINE { p[i.value] = F16::broadcast(coefficient).plus_product(p[i.value], x[i.value]); });
+  };
+  next(0.0013398874f);
+  next(0.009618437f);
+  next(0.055503324f);
+  next(0.24022648f);
+  next(0.6931472f);
+  next(1);
+  unroll<N>([&](auto i) TWINPLANE_INLINE { x[i.value] = p[i.value].scale_by_power(n[i.value]); });
 }
 
 inline float exp(float x) {

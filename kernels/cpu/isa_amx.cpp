@@ -296,39 +296,6 @@ void pair_product(const PanelProduct& p) {
   memory_is_tiles();
 }
 
-// `first` and `second` as pieces: line r of `out`, in the order of _mm512_packus_epi32: four of the first, four of the
-// second, and so on.
-TWINPLANE_INLINE inline void store_pieces(F16 first, F16 second, SplitTile& out, int64_t r) {
-  const __m512i upper_half = _mm512_set1_epi32(INT32_MIN >> 15);
-  F16 left[2] = {first, second};
-  unroll<kPieces>([&](auto piece) TWINPLANE_INLINE {
-    __m512i bits[2];
-    unroll<2>([&](auto i) TWINPLANE_INLINE {
-      bits[i.value] = _mm512_castps_si512(left[i.value].v);
-      left[i.value] = left[i.value] - F16{_mm512_castsi512_ps(_mm512_and_si512(bits[i.value], upper_half))};  // exact
-    });
-    _mm512_store_si512(out.pieces[piece.value][r],
-                       _mm512_packus_epi32(_mm512_srli_epi32(bits[0], 16), _mm512_srli_epi32(bits[1], 16)));
-  });
-}
-
-// Line r of the tiles of 32 k each.
-void split_row(const float* x, int64_t depth, SplitTile* out, int64_t r) {
-  const __m512i upper_half = _mm512_set1_epi32(INT32_MIN >> 15);
-  for (int64_t k = 0; k < depth; k += kGroup, ++out) {
-    F16 left[2] = {F16::load_first(x + k, depth - k), F16::zero()};
-    if (depth - k > 16) left[1] = F16::load_first(x + k + 16, depth - k - 16);
-    unroll<kPieces>([&](auto piece) TWINPLANE_INLINE {
-      unroll<2>([&](auto half) TWINPLANE_INLINE {
-        const __m512i bits = _mm512_and_si512(_mm512_castps_si512(left[half.value].v), upper_half);
-        left[half.value] = left[half.value] - F16{_mm512_castsi512_ps(bits)};  // exact
-        _mm256_store_si256(reinterpret_cast<__m256i*>(out->pieces[piece.value][r] + 16 * half.value),
-                           _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
-      });
-    });
-  }
-}
-
 }  // namespace
 
 void panel_product(const PanelProduct& p) {
@@ -349,7 +316,22 @@ void after_products() {
 }
 
 void split_activations(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out) {
-  for (int64_t r = 0; r < rows; ++r) split_row(x + r * x_stride, depth, out, r);
+  const __m512i upper_half = _mm512_set1_epi32(INT32_MIN >> 15);
+  for (int64_t k = 0; k < depth; k += kGroup, ++out) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* values = x + r * x_stride + k;
+      F16 left[2] = {F16::load_first(values, depth - k), F16::zero()};
+      if (depth - k > 16) left[1] = F16::load_first(values + 16, depth - k - 16);
+      unroll<kPieces>([&](auto piece) TWINPLANE_INLINE {
+        unroll<2>([&](auto half) TWINPLANE_INLINE {
+          const __m512i bits = _mm512_and_si512(_mm512_castps_si512(left[half.value].v), upper_half);
+          left[half.value] = left[half.value] - F16{_mm512_castsi512_ps(bits)};  // exact
+          _mm256_store_si256(reinterpret_cast<__m256i*>(out->pieces[piece.value][r] + 16 * half.value),
+                             _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+        });
+      });
+    }
+  }
 }
 
 }  // namespace twinplane::kernels::amx

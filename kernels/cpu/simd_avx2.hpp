@@ -25,10 +25,14 @@ struct F16 {
   static F16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   static F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
   static F16 load(const Bf16* p) { return {widen(p), widen(p + 8)}; }
-  static F16 load_even(const Bf16* p) { return {even(p), even(p + 16)}; }
-  static F16 load_odd(const Bf16* p) { return {odd(p), odd(p + 16)}; }
-  static F16 load_first_even(const Bf16* p, int64_t n) { return load_even(copy_of(p, 2 * n).numbers); }
-  static F16 load_first_odd(const Bf16* p, int64_t n) { return load_odd(copy_of(p, 2 * n).numbers); }
+  static F16 load_even(const Bf16* p) { return {even(pairs(p)), even(pairs(p + 16))}; }
+  static F16 load_odd(const Bf16* p) { return {odd(pairs(p)), odd(pairs(p + 16))}; }
+  static F16 load_first_even(const Bf16* p, int64_t n) {
+    return {even(first_pairs(p, n)), even(first_pairs(p + 16, n - 8))};
+  }
+  static F16 load_first_odd(const Bf16* p, int64_t n) {
+    return {odd(first_pairs(p, n)), odd(first_pairs(p + 16, n - 8))};
+  }
   static F16 load(const Fp8* p) {
     const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1),
@@ -142,20 +146,13 @@ struct F16 {
     const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 23)), _mm256_set1_ps(256));
   }
-  static __m256 even(const Bf16* p) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+  static __m256i pairs(const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static __m256i first_pairs(const Bf16* p, int64_t n) {
+    return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first(n));
   }
-  static __m256 odd(const Bf16* p) {
-    return _mm256_and_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(p)),
-                         _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN >> 15)));
-  }
-  struct Copy {
-    Bf16 numbers[32];
-  };
-  static Copy copy_of(const Bf16* p, int64_t n) {
-    Copy copy = {};
-    for (int64_t i = 0; i < n; ++i) copy.numbers[i] = p[i];
-    return copy;
+  static __m256 even(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+  static __m256 odd(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(INT32_MIN >> 15)));
   }
   static __m256 widen(const Bf16* p) {
     return _mm256_castsi256_ps(

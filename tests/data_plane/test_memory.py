@@ -42,8 +42,9 @@ def test_an_allocated_cache_is_as_large_as_planned(dtype):
 
 
 @pytest.mark.parametrize(("head_dim", "size"), [(16, 16), (64, 16), (80, 32), (128, 32), (256, 64)])
-def test_block_size_grows_with_the_head_and_doubles_for_one_byte_kv(head_dim, size):
-    assert choose_block_size(head_dim, torch.float32) == choose_block_size(head_dim, torch.bfloat16) == size
+def test_block_size_grows_with_the_head_and_as_numbers_get_smaller(head_dim, size):
+    assert choose_block_size(head_dim, torch.float32) == size
+    assert choose_block_size(head_dim, torch.bfloat16) == max(32, size)
     assert choose_block_size(head_dim, torch.float8_e4m3fn) == min(64, 2 * size)
 
 

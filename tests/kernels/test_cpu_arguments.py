@@ -108,6 +108,8 @@ def attention_arguments() -> dict[str, Any]:
         ),
         ({"rows": torch.tensor([0, 2], dtype=torch.int32)}, r"^rows\[1\] is 2; block_tables has 2 lines"),
         ({"sinks": torch.zeros(3)}, "^sinks must be"),
+        ({"scale": -1.0}, "^scale is -1.000000, not positive"),
+        ({"scale": float("nan")}, "^scale is "),
     ],
 )
 def test_attention_names_the_argument_at_fault(changed: dict[str, Any], match: str) -> None:

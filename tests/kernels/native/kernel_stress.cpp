@@ -102,16 +102,16 @@ void linear_rows_agree(WeightKind kind, int64_t out, int64_t in,
 
 // A chunk at the end of a context that ends inside its last block, the cache sized exactly.
 void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, int64_t window,
-                          kernels::KvType type = kernels::KvType::kFloat32) {
-  constexpr int64_t kHeads = 6, kKvHeads = 2, kBlock = 16, kChunk = 9;
+                          kernels::KvType type = kernels::KvType::kFloat32, int64_t block_size = 16) {
+  constexpr int64_t kHeads = 6, kKvHeads = 2, kChunk = 9;
   kernels::Pool& pool = kernels::Pool::instance();
-  const int64_t blocks = (context + kBlock - 1) / kBlock;
+  const int64_t blocks = (context + block_size - 1) / block_size;
   kernels::KvCache cache{.keys = nullptr,
                          .values = nullptr,
                          .type = type,
                          .num_blocks = blocks,
                          .num_kv_heads = kKvHeads,
-                         .block_size = kBlock,
+                         .block_size = block_size,
                          .head_dim = head_dim,
                          .value_dim = value_dim,
                          .key_block_stride = 0,
@@ -124,7 +124,8 @@ void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, 
   cache.values = values.data();
   std::vector<int64_t> slots(static_cast<size_t>(context));
   std::vector<int32_t> table(static_cast<size_t>(blocks));
-  for (int64_t i = 0; i < context; ++i) slots[static_cast<size_t>(i)] = (blocks - 1 - i / kBlock) * kBlock + i % kBlock;
+  for (int64_t i = 0; i < context; ++i)
+    slots[static_cast<size_t>(i)] = (blocks - 1 - i / block_size) * block_size + i % block_size;
   for (int64_t i = 0; i < blocks; ++i) table[static_cast<size_t>(i)] = static_cast<int32_t>(blocks - 1 - i);
   const Floats key = random_floats(context * kKvHeads * head_dim, 4);
   const Floats value = random_floats(context * kKvHeads * value_dim, 5);
@@ -288,6 +289,7 @@ int main() {
     attention_rows_agree(16, 16, 40, 0);
     attention_rows_agree(20, 7, 600, 0);
     attention_rows_agree(64, 80, 5, 3);
+    attention_rows_agree(64, 64, 530, 0, kernels::KvType::kBfloat16, 32);
     attention_rows_agree(33, 33, 530, 100);
     for (const kernels::KvType type : {kernels::KvType::kBfloat16, kernels::KvType::kFp8}) {
       attention_rows_agree(80, 80, 40, 0, type);
