@@ -420,6 +420,7 @@ def test_8_bit_activations_answer_the_same_alone_and_in_company(tmp_path):
     path = write_gguf(tiny_models.make(transformers.LlamaConfig(**WIDE)), tmp_path / "m.gguf", "llama", gguf.GGMLQuantizationType.Q4_1)
     served = Served(path, dtype="auto", activations="int8")
     assert served.format.name == "gguf+int8" and "activations are rounded to 8 bits" in served.format.reason
+    assert served.spec.dtype == torch.bfloat16  # which costs no quality beside them
 
     def answers(texts: list[list[int]], max_chunk: int) -> list[list[int]]:
         worker, rings = served.session()

@@ -127,7 +127,7 @@ class Served:
         num_host_blocks: int = 0,
         max_model_len: int = 256,
         dtype: str = "float32",
-        kv_dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         block_size: int | None = None,
         kernels: str | None = None,
         quantization: str = "none",
@@ -144,6 +144,7 @@ class Served:
         )
         context = BuildContext(card.path, config, self.source, self.device.ops, self.format, max_model_len)
         self.model: Model = self.device.load(cls, context)
+        kv_dtype = kv_dtype or self.device.choose_kv_dtype("auto", self.format.activations)
         self.block_size = block_size or choose_block_size(self.shape.layers[0].head_dim, kv_dtype)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
