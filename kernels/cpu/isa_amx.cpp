@@ -47,7 +47,6 @@ namespace twinplane::kernels::amx {
 namespace {
 
 constexpr int kQuads = kGroup / 4;
-constexpr int64_t kLeastRows = 13;  // of a tile of integers; fewer are done faster without
 
 // The operand of ldtilecfg: the shape of each tile register.
 struct alignas(64) TileShapes {
@@ -98,24 +97,28 @@ struct Unpacked {
   static constexpr int kParts = Group::kParts;
   static constexpr bool kMinimum = Group::kMinimum;
   static constexpr bool kInPlace = Group::kSigned;  // a panel of bytes holds tiles already
-  // At a time. What is unpacked should stay in the first cache beside a tile of x.
-  static constexpr int kBlockGroups = kInPlace ? 24 : 8;
+  // At a time. They should stay in the first cache, beside a tile of x and what is asked for ahead.
+  static constexpr int kBlockGroups = 8;
+  // Of a tile of x; fewer are done faster without.
+  static constexpr int64_t kLeastRows = kInPlace ? 9 : kMinimum || kParts > 1 ? 13 : 11;
   static constexpr int64_t kStride = kInPlace ? Group::kWordBytes : 64;
+  static constexpr int64_t kToRight = kInPlace ? 64 : 64 * kQuads;
 
   alignas(64) int8_t numbers[kInPlace ? 1 : kBlockGroups][kPanelVectors][kQuads][64];  // less the format's offset
   const uint8_t* words[kBlockGroups];
   alignas(64) float scale[kBlockGroups][kParts][kPanelVectors][16];
   alignas(64) float minimum[kBlockGroups][kPanelVectors][16];
 
-  // 16 columns of a part of a group: a row for each quad, kStride bytes apart.
-  const void* tile(int64_t g, int v, int64_t part) const {
-    if constexpr (kInPlace) return words[g] + 64 * v;
-    return numbers[g][v][part * kQuads / kParts];
+  // The first 16 columns of a part of a group: a row for each quad, kStride bytes apart. The others are kToRight
+  // behind.
+  const char* tile(int64_t g, int64_t part) const {
+    if constexpr (kInPlace) return reinterpret_cast<const char*>(words[g]);
+    return reinterpret_cast<const char*>(numbers[g][0][part * kQuads / kParts]);
   }
 
   void fill(const void* panel, int64_t first, int64_t groups) {
     for (int64_t g = 0; g < groups; ++g) {
-      const Group group(panel, first + g, kPrefetchBytes);
+      const Group group(panel, first + g);
       unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
         unroll<kParts>([&](auto part)
                            TWINPLANE_INLINE { group.scale[part.value][v.value].store(scale[g][part.value][v.value]); });
@@ -139,93 +142,112 @@ struct Unpacked {
   }
 };
 
-// multiply(slot, step) for each step, and add(slot, step) when the next one is being multiplied already.
-template <class Multiply, class Add>
-TWINPLANE_INLINE inline void overlapped(int64_t steps, const Multiply& multiply, const Add& add) {
-  multiply(Index<0>{}, 0);
-  for (int64_t step = 0; step < steps; step += 2) {
-    if (step + 1 < steps) multiply(Index<1>{}, step + 1);
-    add(Index<0>{}, step);
-    if (step + 1 == steps) break;
-    if (step + 2 < steps) multiply(Index<0>{}, step + 2);
-    add(Index<1>{}, step + 1);
-  }
-}
-
-// Register numbers of tiles are part of the instruction.
-template <int Slot, int64_t WeightStride>
-TWINPLANE_INLINE inline void multiply_tiles(const int8_t* x, const void* weights, void* sums) {
-  memory_is_tiles();
-  if constexpr (Slot == 0) {
-    _tile_loadd(4, x, kGroup);
-    _tile_loadd(6, weights, WeightStride);
-    _tile_zero(0);
-    _tile_dpbssd(0, 4, 6);
-    _tile_stored(0, sums, 64);
-  } else {
-    _tile_loadd(5, x, kGroup);
-    _tile_loadd(7, weights, WeightStride);
-    _tile_zero(1);
-    _tile_dpbssd(1, 5, 7);
-    _tile_stored(1, sums, 64);
-  }
-}
-
-// Columns 16 v .. 16 v + 15 of a tile of x, over the groups unpacked.
+// Tiles of x times the groups unpacked. A tile's sums leave the matrix unit through memory, and vectors scale and add
+// them while it multiplies the next one. What is slowest is the vectors' part: beside tiles only one of two units
+// multiplies vectors. So a tile of x is loaded for both halves of a panel, and nothing waits between tiles of x.
 template <WeightKind Kind>
-[[gnu::noinline]] void tile_strip(const Unpacked<Kind>& weights, int v, int64_t groups, const ActivationTile* x,
-                                  float* acc, Ahead ahead) {
-  constexpr int kParts = Unpacked<Kind>::kParts;
-  alignas(64) int32_t sums[2][kTileRows][16];
-  F16 total[kTileRows];
-  unroll<kTileRows>([&](auto r) TWINPLANE_INLINE { total[r.value] = F16::load(acc + r.value * kPanelColumns); });
+class TileStrip {
+ public:
+  using Panel = Unpacked<Kind>;
+  static constexpr int kParts = Panel::kParts;
 
-  const auto multiply = [&](auto slot, int64_t step) TWINPLANE_INLINE {
-    const int64_t g = step / kParts;
-    const int64_t part = step % kParts;
-    for (int64_t i = 0; i < ahead.bytes; i += 64) __builtin_prefetch(ahead.from + step * ahead.bytes + i);
-    multiply_tiles<slot.value, Unpacked<Kind>::kStride>(x[g].numbers[0] + part * kGroup / kParts,
-                                                        weights.tile(g, v, part), sums[slot.value]);
-  };
-  const auto add = [&](auto slot, int64_t step) TWINPLANE_INLINE {
-    const int64_t g = step / kParts;
-    const F16 column_scale = F16::load(weights.scale[g][step % kParts][v]);
-    const F16 minimum = Unpacked<Kind>::kMinimum ? F16::load(weights.minimum[g][v]) : F16::zero();
-    unroll<kTileRows>([&](auto r) TWINPLANE_INLINE {
-      const F16 sum{_mm512_cvtepi32_ps(_mm512_load_si512(sums[slot.value][r.value]))};
-      total[r.value] = total[r.value].plus_product(sum, column_scale * F16::broadcast(x[g].rows[r.value].scale));
-      if constexpr (Unpacked<Kind>::kMinimum)
-        total[r.value] = total[r.value].plus_product(minimum, F16::broadcast(x[g].rows[r.value].weighted_sum));
+  // `ahead`: for each step.
+  TileStrip(const Panel& weights, int64_t groups, Ahead ahead) : weights_(weights), groups_(groups), ahead_(ahead) {}
+
+  // `x_tile`: from one tile of x to the next.
+  [[gnu::noinline]] void run(const ActivationTile* x, int64_t x_tile, int64_t tiles, float* acc) {
+    start(x, 0, 0);
+    for (int64_t tile = 0; tile < tiles; ++tile, x += x_tile, acc += kTileRows * kPanelColumns) {
+      // There are registers for the totals of 16 columns. Those of the others stay in memory.
+      F16 total[kTileRows];
+      unroll<kTileRows>([&](auto r) TWINPLANE_INLINE { total[r.value] = F16::load(acc + r.value * kPanelColumns); });
+      for (int64_t g = 0; g < groups_; ++g) {
+        unroll<kParts>([&](auto part) TWINPLANE_INLINE {
+          finish();
+          if (part.value + 1 < kParts) {
+            start(x, g, part.value + 1);
+          } else if (g + 1 < groups_) {
+            start(x, g + 1, 0);
+          } else if (tile + 1 < tiles) {
+            start(x + x_tile, 0, 0);
+          }
+          add<part.value>(x[g].rows, g, total, acc);
+        });
+      }
+      unroll<kTileRows>([&](auto r) TWINPLANE_INLINE { total[r.value].store(acc + r.value * kPanelColumns); });
+    }
+  }
+
+ private:
+  TWINPLANE_INLINE void start(const ActivationTile* x, int64_t g, int64_t part) {
+    for (int64_t i = 0; i < ahead_.bytes; i += 64) __builtin_prefetch(ahead_.from + i);
+    ahead_.from += ahead_.bytes;
+    const char* weights = weights_.tile(g, part);
+    memory_is_tiles();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(4, x[g].numbers[0] + part * kGroup / kParts, kGroup);
+    _tile_loadd(6, weights, Panel::kStride);
+    _tile_loadd(7, weights + Panel::kToRight, Panel::kStride);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    memory_is_tiles();
+  }
+
+  TWINPLANE_INLINE void finish() {
+    memory_is_tiles();
+    _tile_stored(0, sums_[0], 64);
+    _tile_stored(1, sums_[1], 64);
+    memory_is_tiles();
+  }
+
+  template <int Part>
+  TWINPLANE_INLINE void add(const ActivationTile::Row* rows, int64_t g, F16 (&total)[kTileRows], float* acc) const {
+    F16 scale[kPanelVectors];
+    F16 minimum[kPanelVectors];
+    unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
+      scale[v.value] = F16::load(weights_.scale[g][Part][v.value]);
+      if constexpr (Panel::kMinimum) minimum[v.value] = F16::load(weights_.minimum[g][v.value]);
     });
-  };
-  overlapped(groups * kParts, multiply, add);
-  unroll<kTileRows>([&](auto r) TWINPLANE_INLINE { total[r.value].store(acc + r.value * kPanelColumns); });
-}
+    unroll<kTileRows>([&](auto r) TWINPLANE_INLINE {
+      const ActivationTile::Row& row = rows[r.value];
+      const auto plus = [&](F16 to, int v) TWINPLANE_INLINE {
+        const F16 sum{_mm512_cvtepi32_ps(_mm512_load_si512(sums_[v][r.value]))};
+        to = to.plus_product(sum, scale[v] * F16::broadcast(row.scale));
+        if constexpr (Panel::kMinimum) to = to.plus_product(minimum[v], F16::broadcast(row.weighted_sum));
+        return to;
+      };
+      total[r.value] = plus(total[r.value], 0);
+      float* out = acc + r.value * kPanelColumns + 16;
+      plus(F16::load(out), 1).store(out);
+    });
+  }
+
+  alignas(64) int32_t sums_[kPanelVectors][kTileRows][16];
+  const Panel& weights_;
+  int64_t groups_;
+  Ahead ahead_;
+};
 
 // The last tile of x may have fewer rows; what comes of the others is not looked at.
 template <WeightKind Kind>
 void tile_product(const IntegerProduct& p) {
+  constexpr int64_t kLeastRows = Unpacked<Kind>::kLeastRows;
+  if (p.rows < kLeastRows) return avx512::kTable.integer_product(p);
   const int64_t groups = p.depth / kGroup;
   const int64_t tiles = (p.rows + kTileRows - kLeastRows) / kTileRows;
   for (int64_t i = 0; i < tiles * kTileRows * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
   Unpacked<Kind> weights;
   shape_tiles({kTileRows, kGroup / Unpacked<Kind>::kParts, kQuads / Unpacked<Kind>::kParts});
   constexpr int64_t kBlock = Unpacked<Kind>::kBlockGroups;
+  constexpr int64_t kBytes = QuantizedGroup<Kind>::kBytes;
   for (int64_t first = 0; first < groups; first += kBlock) {
     const int64_t block = groups - first < kBlock ? groups - first : kBlock;
     weights.fill(p.panel, first, block);
-    constexpr int64_t kBytes = QuantizedGroup<Kind>::kBytes;
     const int64_t after = first + block;
     const void* next = after < groups ? static_cast<const char*>(p.panel) + after * kBytes : p.next;
-    const int64_t steps = block * Unpacked<Kind>::kParts;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const Ahead ahead =
-            share_of(next, block * kBytes, steps, tile * kPanelVectors + v + 1, tiles * kPanelVectors + 1);
-        tile_strip<Kind>(weights, v, block, p.x + tile * groups + first,
-                         p.acc + tile * kTileRows * kPanelColumns + 16 * v, ahead);
-      }
-    }
+    const Ahead ahead = share_of(next, block * kBytes, tiles * block * Unpacked<Kind>::kParts, 1, 2);
+    TileStrip<Kind>(weights, block, ahead).run(p.x + first, groups, tiles, p.acc);
   }
   if (tiles * kTileRows >= p.rows) return;
   IntegerProduct rest = p;
@@ -304,7 +326,6 @@ void panel_product(const PanelProduct& p) {
 }
 
 void integer_product(const IntegerProduct& p) {
-  if (p.rows < kLeastRows) return avx512::kTable.integer_product(p);
   with_quantized(p.kind, [&](auto kind) { tile_product<kind.value>(p); });
 }
 

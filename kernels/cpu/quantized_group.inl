@@ -51,13 +51,16 @@ struct QuantizedGroup {
   const uint8_t* words;
 
   // Asks for what lies `ahead` bytes behind it.
-  TWINPLANE_INLINE QuantizedGroup(const void* panel, int64_t index, int64_t ahead) {
+  TWINPLANE_INLINE QuantizedGroup(const void* panel, int64_t index, int64_t ahead) : QuantizedGroup(panel, index) {
+    prefetch<kBytes>(reinterpret_cast<const char*>(words) - kFormat.scales * kPanelColumns + ahead);
+  }
+  // Asks for nothing: somebody else does.
+  TWINPLANE_INLINE QuantizedGroup(const void* panel, int64_t index) {
     const uint8_t* block =
         static_cast<const uint8_t*>(panel) + index / kFormat.groups() * kFormat.packed_bytes(kPanelColumns);
     const uint8_t* group =
         block + kFormat.head_bytes(kPanelColumns) + index % kFormat.groups() * kFormat.group_bytes(kPanelColumns);
     words = group + kFormat.scales * kPanelColumns;
-    prefetch<kBytes>(reinterpret_cast<const char*>(group) + ahead);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
     const int8_t* small = reinterpret_cast<const int8_t*>(group);
     unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
