@@ -107,7 +107,7 @@ inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, co
     if (weights.softcap > 0) weights.cap(F16::load(at)).store(at);
     greatest = greatest.max(row.keep(i, F16::load(at), lowest));
   }
-  const float max = greatest.greatest();
+  const float max = weights.power(greatest.greatest());
   F16 total = F16::zero();
   const auto weigh = [&](auto count, int64_t first) TWINPLANE_INLINE {
     F16 weight[count.value];
@@ -126,7 +126,7 @@ inline SoftmaxState softmax_row(const AttentionTile& t, const KeyRange& tile, co
   int64_t key = tile.base();
   for (; key + 16 * (kVectors - 1) < tile.end; key += 16 * kVectors) weigh(Index<kVectors>{}, key);
   for (; key < tile.end; key += 16) weigh(Index<1>{}, key);
-  return {weights.exponent(max), total.sum()};
+  return {max, total.sum()};
 }
 
 // sums[row][column ..] for Vectors vectors of value dims (the last one cut to `width` floats if Masked), Rows rows.
@@ -256,8 +256,8 @@ void attention_merge(SoftmaxState& state, float* sums, const SoftmaxState& part,
     return;
   }
   const float max = part.max > state.max ? part.max : state.max;
-  const float keep = exp(state.max - max);
-  const float add = exp(part.max - max);
+  const float keep = power_of_two(state.max - max);
+  const float add = power_of_two(part.max - max);
   state = {max, state.sum * keep + part.sum * add};
   for (int64_t d = 0; d < value_dim; ++d) sums[d] = sums[d] * keep + part_sums[d] * add;
 }
@@ -267,9 +267,10 @@ void attention_finish(const SoftmaxState& state, const float* sums, const float*
   float denominator = state.sum;
   if (sink != nullptr) {
     // Relative to the greater of the two, so that neither exponential overflows.
-    const float max = *sink > state.max ? *sink : state.max;
-    scale = exp(state.max - max);
-    denominator = state.sum * scale + exp(*sink - max);
+    const float power = *sink * kLog2E;
+    const float max = power > state.max ? power : state.max;
+    scale = power_of_two(state.max - max);
+    denominator = state.sum * scale + power_of_two(power - max);
   }
   const float factor = scale / denominator;
   for (int64_t d = 0; d < value_dim; ++d) out[d] = sums[d] * factor;

@@ -300,7 +300,7 @@ TWINPLANE_INLINE inline void weigh_steps(const Weights& weights, const KeyRange&
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t position = position_of(t, first + r);
     visible[r] = visible_keys(t, partition, position, position);
-    greatest[r] = greatest_score(visible[r], scratch, r);
+    greatest[r] = weights.power(greatest_score(visible[r], scratch, r));
   }
   constexpr int kTogether = 2;
   const int64_t end = (keys.end + kGroup - 1) / kGroup;
@@ -310,7 +310,7 @@ TWINPLANE_INLINE inline void weigh_steps(const Weights& weights, const KeyRange&
     for (; step + kTogether <= end; step += kTogether)
       weigh_steps<kTogether>(weights, visible[r], greatest[r], scratch, r, step, total);
     for (; step < end; ++step) weigh_steps<1>(weights, visible[r], greatest[r], scratch, r, step, total);
-    states[r] = {weights.exponent(greatest[r]), (total[0] + total[1]).sum()};
+    states[r] = {greatest[r], (total[0] + total[1]).sum()};
   }
 }
 

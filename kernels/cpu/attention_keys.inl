@@ -48,33 +48,30 @@ inline const Element* value_line(const AttentionTile& t, int64_t block, int64_t 
   return static_cast<const Element*>(t.values) + t.table[block] * t.value_block_stride + offset * t.value_dim;
 }
 
-// From scores, products of queries and keys, to weights e^(scale (score - greatest)): powers of two of them times log2
-// e.
+inline constexpr float kLog2E = 1.44269504f;
+
+// From scores, products of queries and keys, to weights e^(scale (score - greatest)): powers of two.
 struct Weights {
   float softcap;
-  float scale;  // of what `of` takes
-  float factor;
   float softcap_factor;
+  float factor;  // of what is weighed
 
   explicit Weights(const AttentionTile& t)
       : softcap(t.softcap),
-        scale(softcap > 0 ? 1 : t.scale),
-        factor(scale * 1.44269504f),
-        softcap_factor(softcap > 0 ? t.scale / softcap : 0) {}
+        softcap_factor(softcap > 0 ? t.scale / softcap : 0),
+        factor((softcap > 0 ? 1 : t.scale) * kLog2E) {}
 
   // Scores as a softcap leaves them: scaled.
   F16 cap(F16 score) const { return tanh(score * F16::broadcast(softcap_factor)) * F16::broadcast(softcap); }
-  // 1 for the greatest; what lies 126 powers of two below it counts as lying there. NaN stays NaN.
+  float power(float score) const { return score * factor; }
+  // `greatest` is a power: weights are relative to it, whatever it was rounded to. NaN stays NaN.
   template <int N>
   TWINPLANE_INLINE void weigh(F16 (&scores)[N], float greatest) const {
-    unroll<N>([&](auto i) TWINPLANE_INLINE { scores[i.value] = scores[i.value] - F16::broadcast(greatest); });
     unroll<N>([&](auto i) TWINPLANE_INLINE {
-      scores[i.value] = F16::broadcast(-126).max(scores[i.value] * F16::broadcast(factor));
+      scores[i.value] = F16::broadcast(-greatest).plus_product(scores[i.value], F16::broadcast(factor));
     });
     powers_of_two(scores);
   }
-  // Of e, in the greatest weight.
-  float exponent(float greatest) const { return greatest * scale; }
 };
 
 }  // namespace twinplane::kernels::TWINPLANE_ISA

@@ -21,27 +21,34 @@ inline F16 exp(F16 x) {
   return p.scale_by_power(n);
 }
 
-// x[i] -> 2^x[i] to about 1 unit in the last place, for -126 <= x <= 0: x = n + f with |f| <= 1 / 2, 2^f by a
-// polynomial fitted to it (relative error 2e-9) that is 1 at 0. NaN stays NaN. Several at a time: one alone is a chain
-// of operations so long that the processor sees no other work beside it.
+// x[i] -> 2^x[i] to 2 units in the last place, for x < 128: x = n + f with |f| <= 1 / 2, 2^f by a polynomial fitted to
+// it (relative error 1e-7) that is 1 at 0. Below -126 it may be 2^-126; NaN stays NaN. Several at a time: one alone is
+// a chain of operations so long that the processor sees no other work beside it.
 template <int N>
 TWINPLANE_INLINE inline void powers_of_two(F16 (&x)[N]) {
   F16 n[N];
   F16 p[N];
   unroll<N>([&](auto i) TWINPLANE_INLINE { n[i.value] = x[i.value].round(); });
   unroll<N>([&](auto i) TWINPLANE_INLINE { x[i.value] = x[i.value] - n[i.value]; });
-  unroll<N>([&](auto i) TWINPLANE_INLINE { p[i.value] = F16::broadcast(0.00015353362f); });
+  unroll<N>([&](auto i) TWINPLANE_INLINE { p[i.value] = F16::broadcast(0.0013264727f); });
   const auto next = [&](float coefficient) TWINPLANE_INLINE {
     unroll<N>([&](auto i)
                   TWINPLANE_INLINE { p[i.value] = F16::broadcast(coefficient).plus_product(p[i.value], x[i.value]); });
   };
-  next(0.0013398874f);
-  next(0.009618437f);
-  next(0.055503324f);
-  next(0.24022648f);
-  next(0.6931472f);
+  next(0.009671513f);
+  next(0.055507336f);
+  next(0.24022242f);
+  next(0.693147f);
   next(1);
   unroll<N>([&](auto i) TWINPLANE_INLINE { x[i.value] = p[i.value].scale_by_power(n[i.value]); });
+}
+
+inline float power_of_two(float x) {
+  F16 powers[1] = {F16::broadcast(x)};
+  powers_of_two(powers);
+  float lanes[16];
+  powers[0].store(lanes);
+  return lanes[0];
 }
 
 inline float exp(float x) {

@@ -141,7 +141,8 @@ struct AttentionTile {
   float softcap;   // 0: none
 };
 
-// The softmax over some keys of one row, unnormalized: max and sum of exponentials; the weighted values lie beside it.
+// The softmax over some keys of one row, unnormalized: the greatest exponent, as a power of two, and the sum of
+// exponentials relative to it; the weighted values lie beside it.
 struct SoftmaxState {
   float max;
   float sum;  // 0: no key seen yet

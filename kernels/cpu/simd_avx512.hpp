@@ -76,7 +76,7 @@ struct F16 {
   F16 max(F16 o) const { return {_mm512_max_ps(v, o.v)}; }
   F16 min(F16 o) const { return {_mm512_min_ps(v, o.v)}; }
   F16 round() const { return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-  // this * 2^n for integral n >= -126.
+  // this * 2^n for integral n < 128; less than -126 may count as -126.
   F16 scale_by_power(F16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
   // Lanes i with begin <= i < end keep their value, the others become `fill`.
   F16 keep(int64_t begin, int64_t end, F16 fill) const {

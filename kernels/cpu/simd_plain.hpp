@@ -103,7 +103,8 @@ struct F16 {
   }
   F16 scale_by_power(const F16& n) const {
     return each([&](int i) {
-      const int32_t exponent = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;  // NaN: v is NaN too
+      const float within = n.v[i] > -126 ? (n.v[i] < 127 ? n.v[i] : 127) : -126;  // of NaN, anything: v is NaN too
+      const int32_t exponent = static_cast<int32_t>(within);
       const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
       float power;
       std::memcpy(&power, &bits, sizeof power);
