@@ -176,6 +176,60 @@ def test_any_chunking_order_and_thread_count_gives_the_same_bits(restored_thread
     assert torch.equal(got, torch.cat([want[i][a:b] for i, a, b in pieces]))
 
 
+@relaxed
+@given(data=st.data())
+def test_decodes_that_share_blocks_get_the_bits_they_get_alone(isa: str, restored_threads: None, data: st.DataObject) -> None:
+    """Samples, beams, requests behind one system prompt: read once, in whatever families the tables make them; beside strangers and
+    chunks. Leading blocks are those of an earlier sequence, which may have taken its own from another."""
+    dtype, window = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([0, 0, 0, 300]))
+    heads, kv_heads = data.draw(st.sampled_from([(3, 1), (4, 2), (13, 1), (60, 1)]))
+    contexts = data.draw(st.lists(st.integers(1, 3 * SPLIT + 40), min_size=2, max_size=7))
+    new = [data.draw(st.sampled_from([1, 1, 1, 1, 5])) if context > 5 else 1 for context in contexts]
+    block_size = data.draw(st.sampled_from([16, 32, 64]))
+    batch = batch_of(contexts, new, dtype, heads=heads, kv_heads=kv_heads, head_dim=16, block_size=block_size)
+    k_cache, v_cache = filled_cache(ops, batch, dtype)
+    for i in range(1, len(contexts)):
+        blocks = data.draw(st.integers(0, min(contexts[i], contexts[i - 1]) // block_size))
+        batch.block_tables[i, :blocks] = batch.block_tables[data.draw(st.sampled_from([0, i - 1])), :blocks]
+    sinks = data.draw(st.sampled_from([None, torch.linspace(-1, 3, heads)]))
+    _cpu.set_threads(data.draw(st.integers(1, 4)))
+    got = ops.paged_attention(
+        batch.query, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_start, 0.25, window, 0.0, sinks
+    )
+    for i in range(len(contexts)):
+        rows = slice(int(batch.query_start[i]), int(batch.query_start[i + 1]))
+        alone = ops.paged_attention(
+            batch.query[rows],
+            k_cache,
+            v_cache,
+            batch.block_tables[i : i + 1],
+            batch.context_lens[i : i + 1],
+            torch.tensor([0, new[i]], dtype=torch.int32),
+            0.25,
+            window,
+            0.0,
+            sinks,
+        )
+        assert torch.equal(got[rows], alone)
+
+
+def test_samples_of_one_prompt_equal_float64(isa: str) -> None:
+    """The same context for everybody but for the last blocks, up to and beyond what one tile holds."""
+    for dtype in DTYPES:
+        batch = batch_of([2 * SPLIT + 9] * 20, [1] * 20, dtype, heads=6, kv_heads=2)
+        for i in range(1, 20):
+            shared = 2 * SPLIT - 16 * (i % 2)
+            batch.keys[i][:shared], batch.values[i][:shared] = batch.keys[0][:shared], batch.values[0][:shared]
+        k_cache, v_cache = filled_cache(ops, batch, dtype)
+        for i in range(1, 20):
+            shared = 2 * SPLIT - 16 * (i % 2)
+            batch.block_tables[i, : shared // 16] = batch.block_tables[0, : shared // 16]
+        got = ops.paged_attention(
+            batch.query, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_start, batch.query.shape[2] ** -0.5
+        )
+        assert_right(batch, got, dtype)
+
+
 def test_which_physical_blocks_hold_a_sequence_does_not_matter(isa: str) -> None:
     results = []
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):

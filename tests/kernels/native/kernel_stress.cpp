@@ -161,6 +161,68 @@ void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, 
   }
 }
 
+// Decodes behind one prompt: in company, where its blocks are read once, and alone.
+void samples_agree(kernels::KvType type, int64_t samples) {
+  constexpr int64_t kHeads = 6, kKvHeads = 2, kDim = 32, kBlock = 32, kShared = 2 * kernels::kAttentionSplit / kBlock;
+  kernels::Pool& pool = kernels::Pool::instance();
+  kernels::KvCache cache{.keys = nullptr,
+                         .values = nullptr,
+                         .type = type,
+                         .num_blocks = kShared + samples,
+                         .num_kv_heads = kKvHeads,
+                         .block_size = kBlock,
+                         .head_dim = kDim,
+                         .value_dim = kDim,
+                         .key_block_stride = 0,
+                         .value_block_stride = 0};
+  cache.key_block_stride = kKvHeads * cache.key_head_elements();
+  cache.value_block_stride = kKvHeads * cache.value_head_elements();
+  std::vector<uint8_t> keys(static_cast<size_t>(cache.num_blocks * cache.key_block_stride * cache.element_bytes()));
+  std::vector<uint8_t> values(static_cast<size_t>(cache.num_blocks * cache.value_block_stride * cache.element_bytes()));
+  cache.keys = keys.data();
+  cache.values = values.data();
+  const int64_t tokens = cache.num_blocks * kBlock;
+  std::vector<int64_t> slots(static_cast<size_t>(tokens));
+  for (int64_t i = 0; i < tokens; ++i) slots[static_cast<size_t>(i)] = i;
+  const Floats key = random_floats(tokens * kKvHeads * kDim, 7);
+  const Floats value = random_floats(tokens * kKvHeads * kDim, 8);
+  kernels::write_kv(pool, tokens, {key.data(), kKvHeads * kDim}, {value.data(), kKvHeads * kDim}, cache, slots.data());
+
+  std::vector<int32_t> tables;
+  std::vector<int32_t> lengths;
+  std::vector<int32_t> starts{0};
+  for (int64_t i = 0; i < samples; ++i) {
+    for (int64_t block = 0; block < kShared; ++block) tables.push_back(static_cast<int32_t>(block));
+    tables.push_back(static_cast<int32_t>(kShared + i));
+    lengths.push_back(static_cast<int32_t>(kShared * kBlock + i % kBlock));  // the first ends with the prompt
+    starts.push_back(static_cast<int32_t>(i + 1));
+  }
+  const Floats query = random_floats(samples * kHeads * kDim, 9);
+  const auto attend = [&](int64_t first, int64_t count) {
+    Floats out(static_cast<size_t>(count * kHeads * kDim));
+    const kernels::AttentionBatch batch{{query.data() + first * kHeads * kDim, kHeads * kDim},
+                                        kHeads,
+                                        count,
+                                        tables.data() + first * (kShared + 1),
+                                        kShared + 1,
+                                        nullptr,
+                                        lengths.data() + first,
+                                        starts.data(),
+                                        0.125f,
+                                        0,
+                                        0.0f,
+                                        nullptr};
+    kernels::paged_attention(pool, batch, cache, {out.data(), kHeads * kDim});
+    return out;
+  };
+  const Floats together = attend(0, samples);
+  for (int64_t i = 0; i < samples; ++i) {
+    const Floats one = attend(i, 1);
+    check(std::memcmp(one.data(), together.data() + i * kHeads * kDim, one.size() * sizeof(float)) == 0,
+          "a sample depends on the others");
+  }
+}
+
 // A small model over a prompt at once, and token by token: the same logits after its last token.
 void decoder_tokens_agree() {
   constexpr int64_t kHidden = 36, kHeads = 3, kKvHeads = 1, kDim = 8, kInner = 51, kVocab = 45, kBlock = 16,
@@ -295,6 +357,10 @@ int main() {
       attention_rows_agree(80, 80, 40, 0, type);
       attention_rows_agree(20, 7, 600, 0, type);
       attention_rows_agree(33, 33, 530, 100, type);
+    }
+    for (const kernels::KvType type : {kernels::KvType::kFloat32, kernels::KvType::kBfloat16, kernels::KvType::kFp8}) {
+      samples_agree(type, 3);
+      samples_agree(type, 20);  // more than a tile has rows for
     }
     decoder_tokens_agree();
     for (int64_t dim : {1, 2, 15, 16, 17, 100, 256, 599}) elementwise(dim);
