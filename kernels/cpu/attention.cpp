@@ -210,10 +210,6 @@ struct Context {
       kernels.attention_finish(state.states[r], state.sums + r * cache.value_dim, sink, to, cache.value_dim);
     }
   }
-
-  void after() const {
-    if (kernels.after_products != nullptr) kernels.after_products();
-  }
 };
 
 // Parts of tiles, computed in parallel.
@@ -230,7 +226,6 @@ class Parts {
       const TileState state = at(i);
       c.kernels.attention_query(tile, scratch);
       c.kernels.attention_partition(tile, part.partition, state.states, state.sums, scratch);
-      c.after();
     });
   }
 
@@ -262,7 +257,6 @@ void attend_whole(const Context& c, const TileSpec& spec, const Parts& parts, fl
     c.merge(spec, state, part, 0);
   }
   c.finish(spec, state);
-  c.after();
 }
 
 // Few tiles, long contexts: all partitions in parallel, then merged in the same ascending order as attend_whole does,

@@ -28,7 +28,7 @@ namespace amx {
 void panel_product(const PanelProduct&);
 void split_activations(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out);
 void integer_product(const IntegerProduct&);
-void after_products();
+void after_job();
 size_t attention_scratch(int64_t head_dim, int64_t value_dim);
 void attention_query(const AttentionTile&, void* scratch);
 void attention_partition(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums, void* scratch);
@@ -58,7 +58,7 @@ const Kernels* amx_table() {
     kernels.panel_product = amx::panel_product;
     kernels.split_activations = amx::split_activations;
     kernels.integer_product = amx::integer_product;
-    kernels.after_products = amx::after_products;
+    kernels.after_job = amx::after_job;
     kernels.attention_scratch = amx::attention_scratch;
     kernels.attention_query = amx::attention_query;
     kernels.attention_partition = amx::attention_partition;

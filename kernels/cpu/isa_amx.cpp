@@ -72,7 +72,7 @@ struct Shape {
 };
 thread_local Shape shape = {};
 
-// Registers: sums 0 to 3, x 4 and 5, weights 6 and 7. They stay so until after_products().
+// Registers: sums 0 to 3, x 4 and 5, weights 6 and 7. They stay so until after_job().
 void shape_tiles(const Shape& wanted) {
   if (shape == wanted) return;
   TileShapes shapes;
@@ -330,7 +330,7 @@ void integer_product(const IntegerProduct& p) {
 }
 
 // Else every switch of threads saves 8 KiB.
-void after_products() {
+void after_job() {
   if (shape == Shape{}) return;
   _tile_release();
   shape = {};

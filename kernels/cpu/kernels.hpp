@@ -186,7 +186,7 @@ struct Kernels {
   // Up to kTileRows rows of x. Null: all panels take x itself.
   void (*split_activations)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, SplitTile* out);
   void (*integer_product)(const IntegerProduct&);
-  void (*after_products)();  // on each thread after products and attention, before it does something else; or null
+  void (*after_job)();  // on each thread of the pool, when it has no more tiles of a job; or null
   // Up to kTileRows rows of x, a multiple of kGroup long. Values below 1e-30 in magnitude count as zero.
   void (*quantize_activations)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, ActivationTile* out);
   void (*linear_epilogue)(const LinearEpilogue&);

@@ -284,7 +284,6 @@ void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* 
                                  .out_stride = out.stride,
                                  .activation = activation});
     }
-    if (kernels_->after_products != nullptr) kernels_->after_products();
   });
 }
 
@@ -351,7 +350,6 @@ void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, A
                                 .out_stride = out.stride,
                                 .activation = activation});
     }
-    if (kernels_->after_products != nullptr) kernels_->after_products();
   });
 }
 

@@ -11,6 +11,8 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/cpu/kernels.hpp"
+
 namespace twinplane::kernels {
 namespace {
 
@@ -134,9 +136,10 @@ void Pool::claim_tiles(int worker) {
   void* scratch = scratch_[static_cast<size_t>(worker)]->data();
   for (;;) {
     const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-    if (index >= job_.tiles) return;
+    if (index >= job_.tiles) break;
     job_.invoke(job_.context, index, worker, scratch);
   }
+  if (const auto after_job = active().after_job) after_job();
 }
 
 void Pool::work(int worker) {

@@ -189,8 +189,9 @@ def test_decodes_that_share_blocks_get_the_bits_they_get_alone(isa: str, restore
     batch = batch_of(contexts, new, dtype, heads=heads, kv_heads=kv_heads, head_dim=16, block_size=block_size)
     k_cache, v_cache = filled_cache(ops, batch, dtype)
     for i in range(1, len(contexts)):
-        blocks = data.draw(st.integers(0, min(contexts[i], contexts[i - 1]) // block_size))
-        batch.block_tables[i, :blocks] = batch.block_tables[data.draw(st.sampled_from([0, i - 1])), :blocks]
+        other = data.draw(st.sampled_from([0, i - 1]))
+        blocks = data.draw(st.integers(0, min(contexts[i], contexts[other]) // block_size))
+        batch.block_tables[i, :blocks] = batch.block_tables[other, :blocks]
     sinks = data.draw(st.sampled_from([None, torch.linspace(-1, 3, heads)]))
     _cpu.set_threads(data.draw(st.integers(1, 4)))
     got = ops.paged_attention(
