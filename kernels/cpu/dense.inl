@@ -68,7 +68,7 @@ void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t
     with_rows<kStripRows>(rows, [&](auto r) TWINPLANE_INLINE {
       dense_strip<r.value>(
           w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0,
-          i == 0 ? ahead_of(w, kPanelColumns * sizeof(Weight)) : share_of(next, bytes, depth, i, strips));
+          strips == 1 ? ahead_of(w, kPanelColumns * sizeof(Weight)) : share_of(next, bytes, depth, i, strips));
     });
     row += rows;
   }

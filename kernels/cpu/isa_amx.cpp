@@ -246,7 +246,7 @@ void tile_product(const IntegerProduct& p) {
     weights.fill(p.panel, first, block);
     const int64_t after = first + block;
     const void* next = after < groups ? static_cast<const char*>(p.panel) + after * kBytes : p.next;
-    const Ahead ahead = share_of(next, block * kBytes, tiles * block * Unpacked<Kind>::kParts, 1, 2);
+    const Ahead ahead = share_of(next, block * kBytes, tiles * block * Unpacked<Kind>::kParts, 0, 1);
     TileStrip<Kind>(weights, block, ahead).run(p.x + first, groups, tiles, p.acc);
   }
   if (tiles * kTileRows >= p.rows) return;
@@ -311,7 +311,8 @@ void pair_product(const PanelProduct& p) {
   memory_is_tiles();
   for (int64_t i = 0; i < strips; ++i) {
     const int64_t tile = 2 * i;
-    const Ahead ahead = i == 0 ? ahead_of(p.panel, kStepBytes) : share_of(p.next, steps * kStepBytes, steps, i, strips);
+    const Ahead ahead =
+        strips == 1 ? ahead_of(p.panel, kStepBytes) : share_of(p.next, steps * kStepBytes, steps, i, strips);
     const auto strip = tile + 1 < tiles ? pair_strip<2> : pair_strip<1>;
     strip(p, p.split + tile * steps, steps, p.acc + tile * kTileRows * kPanelColumns, ahead);
   }

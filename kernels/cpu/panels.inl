@@ -5,9 +5,9 @@ namespace twinplane::kernels::TWINPLANE_ISA {
 inline constexpr int kPanelColumns = kPanelVectors * 16;
 static_assert(kPanelColumns <= kMaxPanelColumns && kDepthBlock % kGroup == 0);
 
-// Weights come from memory in one long line. Whoever reads them first asks for what is needed this much later; whoever
-// finds them in a cache, as the strips of rows after the first do, asks for what comes next. So memory is never idle.
-// (Past the end it asks in vain, which is harmless.)
+// Weights come from memory in one long line. Who has one strip of rows asks for what is needed this much later; the
+// strips of more rows ask for what comes after the panel, a share each. So memory is never idle. (Past the end they ask
+// in vain, which is harmless.)
 inline constexpr int64_t kPrefetchBytes = 4096;
 
 template <int64_t Bytes>
@@ -21,15 +21,15 @@ struct Ahead {
   int64_t bytes;
 };
 
-// For the strip that comes first, of weights of so many bytes per k.
+// For one strip, of weights of so many bytes per k.
 inline Ahead ahead_of(const void* weights, int64_t bytes) {
   return {static_cast<const char*>(weights) + kPrefetchBytes, bytes};
 }
 
-// For strip i = 1 .. strips - 1, over `depth`: its share of `bytes` at `next`.
+// For strip i of several, over `depth`: its share of `bytes` at `next`.
 inline Ahead share_of(const void* next, int64_t bytes, int64_t depth, int64_t i, int64_t strips) {
-  const int64_t per_k = (bytes + depth * (strips - 1) - 1) / (depth * (strips - 1));
-  return {static_cast<const char*>(next) + (i - 1) * per_k * depth, per_k};
+  const int64_t per_k = (bytes + depth * strips - 1) / (depth * strips);
+  return {static_cast<const char*>(next) + i * per_k * depth, per_k};
 }
 
 }  // namespace twinplane::kernels::TWINPLANE_ISA
