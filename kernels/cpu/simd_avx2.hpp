@@ -43,11 +43,6 @@ struct F16 {
   static F16 load_first(const float* p, int64_t n) {
     return {_mm256_maskload_ps(p, first(n)), _mm256_maskload_ps(p + 8, first(n - 8))};
   }
-  static F16 load_first(const Bf16* p, int64_t n) {
-    Bf16 copy[16] = {};
-    for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
-    return load(copy);
-  }
   static F16 load_first(const Fp8* p, int64_t n) {
     Fp8 copy[16] = {};
     for (int64_t i = 0; i < n; ++i) copy[i] = p[i];

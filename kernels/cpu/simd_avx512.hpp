@@ -46,10 +46,6 @@ struct F16 {
   }
   // The first n lanes (0 <= n <= 16), zero beyond; touches no memory beyond.
   static F16 load_first(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
-  static F16 load_first(const Bf16* p, int64_t n) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
-  }
   static F16 load_first(const Fp8* p, int64_t n) { return from_fp8(_mm_maskz_loadu_epi8(first(n), p)); }
   static F16 load_half(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

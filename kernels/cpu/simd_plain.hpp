@@ -54,9 +54,6 @@ struct F16 {
   static F16 load_first(const float* p, int64_t n) {
     return each([&](int i) { return i < n ? p[i] : 0.0f; });
   }
-  static F16 load_first(const Bf16* p, int64_t n) {
-    return each([&](int i) { return i < n ? widen(p[i]) : 0.0f; });
-  }
   static F16 load_first(const Fp8* p, int64_t n) {
     return each([&](int i) { return i < n ? half_to_float(fp8_as_half(p[i])) : 0.0f; });
   }
