@@ -29,7 +29,9 @@ struct Buffers {
   }
 };
 
-void decoder_layer(Pool& pool, const DecoderLayer& layer, const DecoderStep& step, MutableRows residual) {
+// `after`: what is computed after the layer.
+void decoder_layer(Pool& pool, const DecoderLayer& layer, const DecoderStep& step, MutableRows residual,
+                   NextLinear after) {
   static thread_local Scratch scratch;
   const Buffers b(scratch, layer, step);
   const int64_t heads = step.attention.num_heads * layer.cache.head_dim;
@@ -38,26 +40,31 @@ void decoder_layer(Pool& pool, const DecoderLayer& layer, const DecoderStep& ste
 
   rms_norm(pool, before, layer.input_norm, step.eps, {b.x, step.hidden});
   const int64_t projected = layer.qkv->out_features();
-  layer.qkv->run(pool, rows(b.x, step.hidden), {b.qkv, projected}, nullptr, 0, Activation::kNone);
+  layer.qkv->run(pool, rows(b.x, step.hidden), {b.qkv, projected}, nullptr, 0, Activation::kNone,
+                 {layer.output});
   rope_write_kv(pool, rows(b.qkv, projected), step.attention.num_heads, step.rotation, layer.head_norms, layer.cache,
                 step.slots, b.query);
   AttentionBatch attention = step.attention;
   attention.query = {b.query, heads};
   attention.window = layer.window;
   paged_attention(pool, attention, layer.cache, {b.attention, heads});
-  layer.output->run(pool, rows(b.attention, heads), residual, residual.data, residual.stride, Activation::kNone);
+  layer.output->run(pool, rows(b.attention, heads), residual, residual.data, residual.stride, Activation::kNone,
+                    {layer.gate_up, true});
 
   rms_norm(pool, before, layer.mlp_norm, step.eps, {b.x, step.hidden});
   const int64_t inner = layer.down->in_features();
-  layer.gate_up->run_gated(pool, rows(b.x, step.hidden), {b.inner, inner}, Activation::kSilu);
-  layer.down->run(pool, rows(b.inner, inner), residual, residual.data, residual.stride, Activation::kNone);
+  layer.gate_up->run_gated(pool, rows(b.x, step.hidden), {b.inner, inner}, Activation::kSilu, {layer.down});
+  layer.down->run(pool, rows(b.inner, inner), residual, residual.data, residual.stride, Activation::kNone, after);
 }
 
 }  // namespace
 
-void decoder_layers(Pool& pool, const std::vector<DecoderLayer>& layers, const DecoderStep& step,
-                    MutableRows residual) {
-  for (const DecoderLayer& layer : layers) decoder_layer(pool, layer, step, residual);
+void decoder_layers(Pool& pool, const std::vector<DecoderLayer>& layers, const DecoderStep& step, MutableRows residual,
+                    NextLinear after) {
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const NextLinear next = i + 1 < layers.size() ? NextLinear{layers[i + 1].qkv} : after;
+    decoder_layer(pool, layers[i], step, residual, next);
+  }
 }
 
 void decoder_logits(Pool& pool, const Decoder& decoder, const DecoderStep& step, const int64_t* token_ids,
@@ -68,7 +75,7 @@ void decoder_logits(Pool& pool, const Decoder& decoder, const DecoderStep& step,
       static_cast<float*>(scratch.reserve(static_cast<size_t>((step.tokens + samples) * hidden) * sizeof(float)));
   pool.run(step.tokens, 0,
            [&](int64_t t, void*) { decoder.embedding->unpack_row(token_ids[t], residual + t * hidden); });
-  decoder_layers(pool, decoder.layers, step, {residual, hidden});
+  decoder_layers(pool, decoder.layers, step, {residual, hidden}, {decoder.head});
   float* x = residual + step.tokens * hidden;
   for_rows(pool, samples, hidden, [&](int64_t row) {
     active().rms_norm(residual + sample_tokens[row] * hidden, decoder.norm, step.eps, x + row * hidden, hidden);

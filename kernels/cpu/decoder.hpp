@@ -42,7 +42,8 @@ struct Decoder {
 };
 
 // residual [tokens][hidden] is updated in place; the tokens' keys and values go to the caches.
-void decoder_layers(Pool& pool, const std::vector<DecoderLayer>& layers, const DecoderStep& step, MutableRows residual);
+void decoder_layers(Pool& pool, const std::vector<DecoderLayer>& layers, const DecoderStep& step, MutableRows residual,
+                    NextLinear after = {});
 
 // out [samples][vocabulary]: the logits after tokens sample_tokens [samples] of token_ids [tokens]; the rest as above.
 void decoder_logits(Pool& pool, const Decoder& decoder, const DecoderStep& step, const int64_t* token_ids,

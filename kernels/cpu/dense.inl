@@ -66,18 +66,30 @@ void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t
   for (int64_t i = 0, row = 0; i < strips; ++i) {
     const int64_t rows = (p.rows - row + strips - i - 1) / (strips - i);
     with_rows<kStripRows>(rows, [&](auto r) TWINPLANE_INLINE {
-      dense_strip<r.value>(
-          w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0,
-          strips == 1 ? ahead_of(w, kPanelColumns * sizeof(Weight)) : share_of(next, bytes, depth, i, strips));
+      dense_strip<r.value>(w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0,
+                           share_of(next, bytes, depth, i, strips));
     });
     row += rows;
   }
 }
 
+// One strip of rows over a whole panel.
+template <class Weight>
+void dense_line(const Weight* w, const PanelProduct& p) {
+  constexpr int64_t kLine = kPanelColumns * sizeof(Weight);
+  const int64_t last = p.depth < kPrefetchBytes / kLine ? 0 : p.depth - kPrefetchBytes / kLine;
+  with_rows<kStripRows>(p.rows, [&](auto r) TWINPLANE_INLINE {
+    dense_strip<r.value>(w, last, p.x, p.x_stride, p.acc, true, {reinterpret_cast<const char*>(w) + kPrefetchBytes, kLine});
+    dense_strip<r.value>(w + last * kPanelColumns, p.depth - last, p.x + last, p.x_stride, p.acc, false,
+                         {static_cast<const char*>(p.next), kLine});
+  });
+}
+
 template <class Weight>
 void dense_product(const PanelProduct& p) {
   const Weight* w = static_cast<const Weight*>(p.panel);
-  const int64_t step = p.rows <= kStripRows ? p.depth : depth_step(p.depth);
+  if (p.rows <= kStripRows) return dense_line(w, p);
+  const int64_t step = depth_step(p.depth);
   for (int64_t k0 = 0; k0 < p.depth; k0 += step) {
     const int64_t end = k0 + step < p.depth ? k0 + step : p.depth;
     const void* next = end < p.depth ? w + end * kPanelColumns : p.next;

@@ -277,9 +277,11 @@ TWINPLANE_INLINE inline void multiply_piece(const SplitTile* x, int64_t x_tile, 
   }
 }
 
-// One or two tiles of x times a panel, whose lines are tiles already.
+// One or two tiles of x times a panel, whose lines are tiles already. After it has asked up to
+// `turn`, it asks for the next panel.
 template <int Tiles>
-[[gnu::noinline]] void pair_strip(const PanelProduct& p, const SplitTile* x, int64_t x_tile, float* acc, Ahead ahead) {
+[[gnu::noinline]] void pair_strip(const PanelProduct& p, const SplitTile* x, int64_t x_tile, float* acc, Ahead ahead,
+                                  const char* turn) {
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (Tiles == 2) {
@@ -288,6 +290,7 @@ template <int Tiles>
   }
   const char* weights = static_cast<const char*>(p.panel);
   for (int64_t k = 0; k < p.depth; k += kGroup, ++x, weights += kStepBytes, ahead.from += ahead.bytes) {
+    if (ahead.from == turn) ahead.from = static_cast<const char*>(p.next);
     for (int64_t i = 0; i < ahead.bytes; i += 64) __builtin_prefetch(ahead.from + i);
     _tile_loadd(6, weights, kLineBytes);
     _tile_loadd(7, weights + 64, kLineBytes);
@@ -311,10 +314,12 @@ void pair_product(const PanelProduct& p) {
   memory_is_tiles();
   for (int64_t i = 0; i < strips; ++i) {
     const int64_t tile = 2 * i;
-    const Ahead ahead =
-        strips == 1 ? ahead_of(p.panel, kStepBytes) : share_of(p.next, steps * kStepBytes, steps, i, strips);
+    const char* panel = static_cast<const char*>(p.panel);
+    const Ahead ahead = strips == 1 ? Ahead{panel + kPrefetchBytes, kStepBytes}
+                                    : share_of(p.next, steps * kStepBytes, steps, i, strips);
     const auto strip = tile + 1 < tiles ? pair_strip<2> : pair_strip<1>;
-    strip(p, p.split + tile * steps, steps, p.acc + tile * kTileRows * kPanelColumns, ahead);
+    strip(p, p.split + tile * steps, steps, p.acc + tile * kTileRows * kPanelColumns, ahead,
+          panel + steps * kStepBytes);
   }
   memory_is_tiles();
 }

@@ -17,6 +17,8 @@ constexpr int64_t kTilesPerThread = 6;
 constexpr size_t kTileBytes = 64 * 1024;
 // Quantizing x is shared out by so many floats: less is done faster than a thread is told about it.
 constexpr int64_t kFloatsPerTile = 16 * 1024;
+// What a thread fetches of the next linear should stay in its second cache, beside what is in use.
+constexpr size_t kUpcomingBytes = 128 * 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -176,10 +178,7 @@ struct TilePlan {
   int64_t row_tiles;
   int64_t panel_tiles;
   int64_t tiles() const { return row_tiles * panel_tiles; }
-  // The first panel of the tile that the thread of `tile` will probably claim next; `otherwise` if there is none.
-  int64_t panel_after(int64_t tile, int threads, int64_t otherwise) const {
-    return tile + threads < tiles() ? (tile + threads) % panel_tiles * panels_per_tile : otherwise;
-  }
+  int64_t first_panel(int64_t tile) const { return tile % panel_tiles * panels_per_tile; }
 };
 
 // `strip_rows`: how many rows the kernels like to take at once.
@@ -232,12 +231,35 @@ PackedLinear::Input PackedLinear::input(Pool& pool, const Rows& x) const {
   return input;
 }
 
-void PackedLinear::multiply(const Panel& panel, const Panel& next, const Input& input, int64_t row, int64_t rows,
+Upcoming::Part PackedLinear::panels_from(int64_t panel, size_t bytes) const {
+  size_t contiguous = panel_bytes();
+  const uint8_t* data = panels_[static_cast<size_t>(panel)].data;
+  for (size_t p = static_cast<size_t>(panel) + 1; contiguous < bytes && p < panels_.size(); ++p) {
+    if (panels_[p].data != data + contiguous) break;
+    contiguous += panel_bytes();
+  }
+  return {data, std::min(bytes, contiguous)};
+}
+
+Upcoming PackedLinear::upcoming(const Pool& pool, NextLinear next, int64_t rows, int worker) {
+  if (next.linear == nullptr || next.linear->panels_.empty()) return {};
+  const PackedLinear& linear = *next.linear;
+  const bool pairs = next.gated && linear.halves_pair_up();
+  const int64_t panels = static_cast<int64_t>(linear.panels_.size()) / (pairs ? 2 : 1);
+  const TilePlan plan =
+      plan_tiles(rows, panels, linear.panel_bytes() * (pairs ? 2 : 1), linear.strip_rows(), pool.threads());
+  const int64_t panel = plan.first_panel(std::min(pool.first_tile(plan.tiles(), worker), plan.tiles() - 1));
+  if (!pairs) return {{linear.panels_from(panel, kUpcomingBytes), {}}};
+  return {{linear.panels_from(panel, kUpcomingBytes / 2), linear.panels_from(panel + panels, kUpcomingBytes / 2)}};
+}
+
+void PackedLinear::multiply(const Panel& panel, const void* next, const Input& input, int64_t row, int64_t rows,
                             float* acc, float* unpacked) const {
   if (in_ == 0) return static_cast<void>(std::fill_n(acc, rows * columns_, 0.0f));
+  if (next == nullptr) next = panel.data;
   if (panel.integer) {
     return kernels_->integer_product({.panel = panel.data,
-                                      .next = next.data,
+                                      .next = next,
                                       .kind = panel.kind,
                                       .depth = in_,
                                       .x = input.tiles + row / kTileRows * (in_ / kGroup),
@@ -246,7 +268,7 @@ void PackedLinear::multiply(const Panel& panel, const Panel& next, const Input& 
   }
   kernels_->panel_product(
       {.panel = panel.data,
-       .next = next.data,
+       .next = next,
        .kind = panel.kind,
        .depth = in_,
        .x = input.x.data + row * input.x.stride,
@@ -258,22 +280,27 @@ void PackedLinear::multiply(const Panel& panel, const Panel& next, const Input& 
 }
 
 void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* residual, int64_t residual_stride,
-                       Activation activation) const {
+                       Activation activation, NextLinear after) const {
   if (x.rows == 0) return;
   const Input from = input(pool, x);
   const int64_t all_panels = static_cast<int64_t>(panels_.size());
   const TilePlan plan = plan_tiles(x.rows, all_panels, panel_bytes(), strip_rows(), pool.threads());
-  pool.run(plan.tiles(), scratch_bytes(1), [&](int64_t tile, void* scratch) {
+  const auto next_tile = [&](int64_t tile, int worker) {
+    return tile + 1 < pool.first_tile(plan.tiles(), worker + 1)
+               ? panels_[static_cast<size_t>(plan.first_panel(tile + 1))].data
+               : upcoming(pool, after, x.rows, worker).parts[0].data;
+  };
+  const auto product = [&](int64_t tile, void* scratch, int worker) {
     float* acc = static_cast<float*>(scratch);
     const int64_t row = tile / plan.panel_tiles * plan.rows_per_tile;
     const int64_t rows = std::min(plan.rows_per_tile, x.rows - row);
-    const int64_t first = tile % plan.panel_tiles * plan.panels_per_tile;
+    const int64_t first = plan.first_panel(tile);
     const int64_t end = std::min(all_panels, first + plan.panels_per_tile);
     for (int64_t p = first; p < end; ++p) {
       const Panel& panel = panels_[static_cast<size_t>(p)];
-      const int64_t next = p + 1 < end ? p + 1 : plan.panel_after(tile, pool.threads(), p);
       const int64_t column = panel.column;
-      multiply(panel, panels_[static_cast<size_t>(next)], from, row, rows, acc, acc + kPanelRows * columns_);
+      const void* next = p + 1 < end ? panels_[static_cast<size_t>(p + 1)].data : next_tile(tile, worker);
+      multiply(panel, next, from, row, rows, acc, acc + kPanelRows * columns_);
       kernels_->linear_epilogue({.acc = acc,
                                  .rows = rows,
                                  .columns = panel.columns,
@@ -284,7 +311,9 @@ void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* 
                                  .out_stride = out.stride,
                                  .activation = activation});
     }
-  });
+  };
+  pool.run_indexed(plan.tiles(), scratch_bytes(1), product,
+                   [&](int worker) { return upcoming(pool, after, x.rows, worker); });
 }
 
 // Whether panel i of the first half covers the same columns of it as panel i of the second does of its own.
@@ -298,13 +327,13 @@ bool PackedLinear::halves_pair_up() const {
   return true;
 }
 
-void PackedLinear::run_gated(Pool& pool, const Rows& x, MutableRows out, Activation activation) const {
+void PackedLinear::run_gated(Pool& pool, const Rows& x, MutableRows out, Activation activation, NextLinear after) const {
   if (x.rows == 0) return;
-  if (halves_pair_up()) return run_gated_pairs(pool, x, out, activation);
+  if (halves_pair_up()) return run_gated_pairs(pool, x, out, activation, after);
   const int64_t half = out_ / 2;
   // A panel holds columns of both halves: through a buffer.
   std::vector<float> both(static_cast<size_t>(x.rows * out_));
-  run(pool, x, {both.data(), out_}, nullptr, 0, Activation::kNone);
+  run(pool, x, {both.data(), out_}, nullptr, 0, Activation::kNone, after);
   pool.run(x.rows, 0, [&](int64_t row, void*) {
     const float* line = both.data() + row * out_;
     kernels_->gated_epilogue({.gate = line,
@@ -320,25 +349,31 @@ void PackedLinear::run_gated(Pool& pool, const Rows& x, MutableRows out, Activat
   });
 }
 
-void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, Activation activation) const {
+void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, Activation activation,
+                                   NextLinear after) const {
   const Input from = input(pool, x);
   const int64_t half = out_ / 2;
   const int64_t half_panels = static_cast<int64_t>(panels_.size()) / 2;
   const TilePlan plan = plan_tiles(x.rows, half_panels, 2 * panel_bytes(), strip_rows(), pool.threads());
-  pool.run(plan.tiles(), scratch_bytes(2), [&](int64_t tile, void* scratch) {
+  const auto next_tile = [&](int64_t tile, int worker) {
+    return tile + 1 < pool.first_tile(plan.tiles(), worker + 1)
+               ? panels_[static_cast<size_t>(plan.first_panel(tile + 1))].data
+               : upcoming(pool, after, x.rows, worker).parts[0].data;
+  };
+  const auto product = [&](int64_t tile, void* scratch, int worker) {
     float* gate = static_cast<float*>(scratch);
     float* up = gate + kPanelRows * columns_;
     float* unpacked = up + kPanelRows * columns_;
     const int64_t row = tile / plan.panel_tiles * plan.rows_per_tile;
     const int64_t rows = std::min(plan.rows_per_tile, x.rows - row);
-    const int64_t first = tile % plan.panel_tiles * plan.panels_per_tile;
+    const int64_t first = plan.first_panel(tile);
     const int64_t end = std::min(half_panels, first + plan.panels_per_tile);
     for (int64_t p = first; p < end; ++p) {
       const Panel& panel = panels_[static_cast<size_t>(p)];
       const Panel& other = panels_[static_cast<size_t>(p + half_panels)];
-      const int64_t next = p + 1 < end ? p + 1 : plan.panel_after(tile, pool.threads(), p);
-      multiply(panel, other, from, row, rows, gate, unpacked);
-      multiply(other, panels_[static_cast<size_t>(next)], from, row, rows, up, unpacked);
+      const void* next = p + 1 < end ? panels_[static_cast<size_t>(p + 1)].data : next_tile(tile, worker);
+      multiply(panel, other.data, from, row, rows, gate, unpacked);
+      multiply(other, next, from, row, rows, up, unpacked);
       kernels_->gated_epilogue({.gate = gate,
                                 .up = up,
                                 .acc_stride = columns_,
@@ -350,7 +385,9 @@ void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, A
                                 .out_stride = out.stride,
                                 .activation = activation});
     }
-  });
+  };
+  pool.run_indexed(plan.tiles(), scratch_bytes(2), product,
+                   [&](int worker) { return upcoming(pool, after, x.rows, worker); });
 }
 
 }  // namespace twinplane::kernels

@@ -28,6 +28,14 @@ struct MutableRows {
 // How x meets quantized weights: as it is, or in groups of 8-bit integers (IntegerProduct). Others always take floats.
 enum class Activations : uint8_t { kFloat, kInt8 };
 
+class PackedLinear;
+
+// The product that comes after another, whose weights can be fetched while there is no other work. Null: not known.
+struct NextLinear {
+  const PackedLinear* linear = nullptr;
+  bool gated = false;  // by run_gated
+};
+
 // Weights [out_features, in_features] in column panels; the layouts inside a panel are drawn in dense.inl, formats.hpp.
 //
 // It consists of parts, each with panels of its own (and so the last one of each part may be narrower than the others):
@@ -56,9 +64,9 @@ class PackedLinear {
 
   // out = activation(x W^T + bias) + residual; residual null: none, may be out.
   void run(Pool& pool, const Rows& x, MutableRows out, const float* residual, int64_t residual_stride,
-           Activation activation) const;
+           Activation activation, NextLinear after = {}) const;
   // out = activation(first half of the columns) * second half.
-  void run_gated(Pool& pool, const Rows& x, MutableRows out, Activation activation) const;
+  void run_gated(Pool& pool, const Rows& x, MutableRows out, Activation activation, NextLinear after = {}) const;
   // out[0 .. in_features) = row `id` of the weights.
   void unpack_row(int64_t id, float* out) const;
 
@@ -102,10 +110,13 @@ class PackedLinear {
   size_t scratch_bytes(int64_t panels_at_once) const;
   int64_t strip_rows() const { return splits() ? 2 * kTileRows : integer() ? kTileRows : kernels_->strip_rows; }
   Input input(Pool& pool, const Rows& x) const;
-  void multiply(const Panel& panel, const Panel& next, const Input& x, int64_t row, int64_t rows, float* acc,
+  // The first of its weights that a thread reads for so many rows.
+  static Upcoming upcoming(const Pool& pool, NextLinear next, int64_t rows, int worker);
+  Upcoming::Part panels_from(int64_t panel, size_t bytes) const;
+  void multiply(const Panel& panel, const void* next, const Input& x, int64_t row, int64_t rows, float* acc,
                 float* unpacked) const;
   bool halves_pair_up() const;
-  void run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, Activation activation) const;
+  void run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, Activation activation, NextLinear after) const;
 
   const Kernels* kernels_ = nullptr;  // those it was packed for: the panel width is theirs
   int64_t out_ = 0;

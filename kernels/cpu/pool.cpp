@@ -100,6 +100,7 @@ void Pool::set_threads(int threads) {
 
 void Pool::start(int threads) {
   threads_ = threads;
+  shares_ = std::vector<Share>(static_cast<size_t>(threads));
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
 }
@@ -117,29 +118,36 @@ void Pool::run_job(const Job& job, size_t scratch_bytes) {
   const std::lock_guard lock(mutex_);
   for (const auto& scratch : scratch_) scratch->reserve(scratch_bytes);  // here, where it may throw
   job_ = job;
-  next_ = 0;
   const bool shared = job.tiles > 1 && threads() > 1;
-  if (shared) {
-    open_ = true;  // [J1]
-    ++news_;
-    if (sleepers_ != 0) news_.notify_all();
+  if (!shared) {
+    [[maybe_unused]] const FlushDenormals flush;
+    for (int64_t tile = 0; tile < job.tiles; ++tile) invoke(tile, 0);
+    if (const auto after_job = active().after_job) after_job();
+    return;
   }
+  for (int worker = 0; worker < threads(); ++worker) {
+    shares_[static_cast<size_t>(worker)].set(first_tile(job.tiles, worker), first_tile(job.tiles, worker + 1));
+  }
+  open_ = true;  // [J1]
+  ++news_;
+  if (sleepers_ != 0) news_.notify_all();
   claim_tiles(0);
-  if (shared) {
-    open_ = false;  // [J2]
-    wait_until_all_left();
-  }
+  open_ = false;  // [J2]
+  wait_until_all_left();
 }
 
 void Pool::claim_tiles(int worker) {
   [[maybe_unused]] const FlushDenormals flush;
-  void* scratch = scratch_[static_cast<size_t>(worker)]->data();
-  for (;;) {
-    const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-    if (index >= job_.tiles) break;
-    job_.invoke(job_.context, index, worker, scratch);
+  const auto share_of = [&](int other) -> Share& { return shares_[static_cast<size_t>((worker + other) % threads())]; };
+  for (int64_t tile; (tile = share_of(0).take_first()) >= 0;) invoke(tile, worker);
+  for (int other = 1; other < threads(); ++other) {
+    for (int64_t tile; (tile = share_of(other).take_last()) >= 0;) invoke(tile, worker);
   }
   if (const auto after_job = active().after_job) after_job();
+}
+
+void Pool::invoke(int64_t tile, int worker) {
+  job_.invoke(job_.context, tile, worker, scratch_[static_cast<size_t>(worker)]->data());
 }
 
 void Pool::work(int worker) {
@@ -147,9 +155,25 @@ void Pool::work(int worker) {
   for (;;) {
     seen = wait_for_news(seen);
     if (stopping_) return;
-    ++joined_;                       // [J3]
-    if (open_) claim_tiles(worker);  // [J4]
+    Upcoming upcoming;
+    ++joined_;    // [J3]
+    if (open_) {  // [J4]
+      claim_tiles(worker);
+      if (job_.upcoming != nullptr) upcoming = job_.upcoming(job_.upcoming_context, worker);
+    }
     if (--joined_ == 0) joined_.notify_one();
+    fetch(upcoming, seen);
+  }
+}
+
+void Pool::fetch(const Upcoming& upcoming, uint32_t seen) const {
+  constexpr size_t kPiece = 1024;  // little enough to notice a job soon
+  for (size_t at = 0; at < std::max(upcoming.parts[0].bytes, upcoming.parts[1].bytes); at += kPiece) {
+    for (const Upcoming::Part& part : upcoming.parts) {
+      if (news_.load(std::memory_order_relaxed) != seen) return;
+      const char* data = static_cast<const char*>(part.data);
+      for (size_t i = at; i < std::min(at + kPiece, part.bytes); i += kCacheLine) __builtin_prefetch(data + i, 0, 2);
+    }
   }
 }
 

@@ -1,8 +1,10 @@
 // The one thread pool of the CPU kernels.
 //
-// Work is cut into many small tiles which the threads claim one by one: a thread that the operating system slows down
-// takes fewer tiles instead of holding the others up. Workers spin for a moment after a job, because the next one of
-// the same step follows within microseconds, and sleep on a futex between steps.
+// Work is cut into many small tiles. Each thread has a share of them, consecutive ones, which it takes one by one from
+// the front; when it has none left it takes others' from the back. So a thread that the operating system slows down does
+// fewer tiles instead of holding the others up, and one that is not reads memory in one direction, and knows what it will
+// read next. Workers spin for a moment after a job, because the next one of the same step follows within microseconds,
+// and sleep on a futex between steps.
 #pragma once
 
 #include <atomic>
@@ -39,9 +41,19 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
+// What a thread will read next, in up to two places at a time.
+struct Upcoming {
+  struct Part {
+    const void* data = nullptr;
+    size_t bytes = 0;
+  };
+  Part parts[2];
+};
+
 class Pool {
  public:
   static constexpr int kMaxThreads = 256;
+  static constexpr int64_t kMaxTiles = int64_t{1} << 31;
 
   // The process-wide pool. Never destroyed: its threads sleep until the process ends.
   static Pool& instance();
@@ -52,24 +64,32 @@ class Pool {
   int threads() const { return threads_.load(std::memory_order_relaxed); }
   void set_threads(int threads);
 
+  // The first tile of a worker's share; that of worker `threads()` would be `tiles`. The caller is worker 0 and has the
+  // greatest share: it begins first.
+  int64_t first_tile(int64_t tiles, int worker) const { return (tiles * worker + threads() - 1) / threads(); }
+
   // Calls `tile(index, scratch)` for every index in [0, tiles), in any order and on any thread, and returns when all
   // are done. `scratch` is the calling thread's own, of at least `scratch_bytes`. `tile` must not throw and must not
-  // call run() itself. Calls from several threads are served one after another.
+  // call run() itself. Calls from several threads are served one after another. tiles <= kMaxTiles.
   template <class Tile>
   void run(int64_t tiles, size_t scratch_bytes, const Tile& tile) {
     const auto invoke = [](const void* context, int64_t index, int, void* scratch) noexcept {
       (*static_cast<const Tile*>(context))(index, scratch);
     };
-    run_job({invoke, &tile, tiles}, scratch_bytes);
+    run_job({invoke, &tile, tiles, nullptr, nullptr}, scratch_bytes);
   }
 
-  // As run(), but tells the tile which worker (0 = the caller) runs it.
-  template <class Tile>
-  void run_indexed(int64_t tiles, const Tile& tile) {
-    const auto invoke = [](const void* context, int64_t index, int worker, void*) noexcept {
-      (*static_cast<const Tile*>(context))(index, worker);
+  // As run(), but calls `tile(index, scratch, worker)`. A worker that has nothing more to do meanwhile fetches what
+  // `upcoming(worker)` says into its cache, until there is another job: memory that would be idle.
+  template <class Tile, class GetUpcoming>
+  void run_indexed(int64_t tiles, size_t scratch_bytes, const Tile& tile, const GetUpcoming& upcoming) {
+    const auto invoke = [](const void* context, int64_t index, int worker, void* scratch) noexcept {
+      (*static_cast<const Tile*>(context))(index, scratch, worker);
     };
-    run_job({invoke, &tile, tiles}, 0);
+    const auto get_upcoming = [](const void* context, int worker) noexcept {
+      return (*static_cast<const GetUpcoming*>(context))(worker);
+    };
+    run_job({invoke, &tile, tiles, get_upcoming, &upcoming}, scratch_bytes);
   }
 
  private:
@@ -77,29 +97,68 @@ class Pool {
     void (*invoke)(const void* context, int64_t index, int worker, void* scratch) = nullptr;
     const void* context = nullptr;
     int64_t tiles = 0;
+    Upcoming (*upcoming)(const void* context, int worker) = nullptr;  // or null
+    const void* upcoming_context = nullptr;
+  };
+
+  // Tiles [first, end) that nobody has taken yet, in one word, as both ends move.
+  struct alignas(kCacheLine) Share {
+    std::atomic<uint64_t> range{0};
+
+    void set(int64_t first, int64_t end) { range.store(pack(first, end), std::memory_order_relaxed); }
+    // -1: there are none left.
+    int64_t take_first() {
+      return take([](int64_t first, int64_t end) { return Taken{first, first + 1, end}; });
+    }
+    int64_t take_last() {
+      return take([](int64_t first, int64_t end) { return Taken{end - 1, first, end - 1}; });
+    }
+
+   private:
+    struct Taken {
+      int64_t tile, first, end;
+    };
+    static uint64_t pack(int64_t first, int64_t end) {
+      return static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first);
+    }
+    template <class Take>
+    int64_t take(const Take& from) {
+      uint64_t seen = range.load(std::memory_order_relaxed);
+      for (;;) {
+        const int64_t first = static_cast<int64_t>(seen & UINT32_MAX);
+        const int64_t end = static_cast<int64_t>(seen >> 32);
+        if (first >= end) return -1;
+        const Taken taken = from(first, end);
+        if (range.compare_exchange_weak(seen, pack(taken.first, taken.end), std::memory_order_relaxed))
+          return taken.tile;
+      }
+    }
   };
 
   void run_job(const Job& job, size_t scratch_bytes);
   void claim_tiles(int worker);
+  void invoke(int64_t tile, int worker);
   void work(int worker);
+  void fetch(const Upcoming& upcoming, uint32_t seen) const;
   uint32_t wait_for_news(uint32_t seen);
   void wait_until_all_left();
   void start(int threads);
   void stop();
 
   // How workers join a job (all accesses sequentially consistent unless said):
-  //   caller: write job_, next_ = 0; open_ = true [J1]; news_++; claim tiles; open_ = false [J2]; wait for joined_ == 0
+  //   caller: write job_, shares_; open_ = true [J1]; news_++; claim tiles; open_ = false [J2]; wait for joined_ == 0
   //   worker: news_ changed -> joined_++ [J3]; if open_ [J4] claim tiles; joined_--
   // A worker that reads open_ == true at [J4] joined before the caller's [J2] in the single total order, so the caller
   // sees it in joined_ and waits; one that comes later reads false and touches nothing. So the caller never waits for a
-  // worker that has not woken up yet, and job_ is never rewritten under a worker that reads it.
+  // worker that has not woken up yet, and job_ and shares_ are never rewritten under a worker that reads them. What a
+  // worker fetches after it left, it knows by value; addresses that are not valid any more do no harm.
   alignas(kCacheLine) std::atomic<uint32_t> news_{0};
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<bool> stopping_{false};
-  alignas(kCacheLine) std::atomic<int64_t> next_{0};
   alignas(kCacheLine) std::atomic<uint32_t> joined_{0};
   alignas(kCacheLine) std::atomic<bool> open_{false};
   Job job_;
+  std::vector<Share> shares_;
 
   std::mutex mutex_;  // one job at a time; also guards the members below
   std::atomic<int> threads_{1};

@@ -7,12 +7,36 @@
 
 namespace twinplane::kernels::TWINPLANE_ISA {
 
+// How far ahead a strip of rows asks, group by group of a panel. The first one: in it, and from group `turn` on at the
+// start of the next one. Others, for which the panel is there already (`turn` 0): in the next one.
+template <WeightKind Kind>
+class Distance {
+ public:
+  static Distance first(const void* panel, const void* next, int64_t groups) {
+    return {panel, next, groups - kPrefetchBytes / kBytes};
+  }
+  static Distance other(const void* panel, const void* next) { return {panel, next, 0}; }
+
+  int64_t at(int64_t g) const { return g < turn_ ? kPrefetchBytes : to_next_; }
+
+ private:
+  static constexpr int64_t kBytes = QuantizedGroup<Kind>::kBytes;
+
+  Distance(const void* panel, const void* next, int64_t turn)
+      : turn_(turn), to_next_(reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(panel) - turn * kBytes) {}
+
+  int64_t turn_;
+  int64_t to_next_;
+};
+
 template <int Rows, WeightKind Kind>
 [[gnu::noinline]] void quantized_strip(const PanelProduct& p) {
   F16 c[Rows][kPanelVectors];
   load_accumulators<Rows>(c, p.acc, true);
-  for (int64_t g = 0; g < p.depth / kGroup; ++g) {
-    const QuantizedGroup<Kind> group(p.panel, g, kPrefetchBytes);
+  const int64_t groups = p.depth / kGroup;
+  const auto distance = Distance<Kind>::first(p.panel, p.next, groups);
+  for (int64_t g = 0; g < groups; ++g) {
+    const QuantizedGroup<Kind> group(p.panel, g, distance.at(g));
     const StripRows<Rows> rows(p.x + g * kGroup, p.x_stride);
     group.for_lines([&](int64_t k, const F16(&line)[kPanelVectors])
                         TWINPLANE_INLINE { multiply_add<Rows>(c, line, rows, k); });
@@ -52,12 +76,12 @@ void quantized_product(const PanelProduct& p) {
 // Rows first .. first + Rows - 1 of a tile of x.
 template <int Rows, WeightKind Kind>
 [[gnu::noinline]] void integer_strip(const IntegerProduct& p, const ActivationTile* x, int64_t first, float* acc,
-                                     int64_t ahead) {
+                                     Distance<Kind> distance) {
   using Group = QuantizedGroup<Kind>;
   using Sums = Dot<Group::kGreatest, Group::kSigned>;
   constexpr int32_t kOffset = Group::kFormat.offset + Sums::kOffset;
   for (int64_t g = 0; g < p.depth / kGroup; ++g) {
-    const Group group(p.panel, g, ahead);
+    const Group group(p.panel, g, distance.at(g));
     unroll<Group::kParts>([&](auto part) TWINPLANE_INLINE {
       Sums c[Rows][kPanelVectors];
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
@@ -89,7 +113,7 @@ template <int Rows, WeightKind Kind>
 template <WeightKind Kind>
 void integer_strips(const IntegerProduct& p) {
   for (int64_t i = 0; i < p.rows * kPanelColumns; i += 16) F16::zero().store(p.acc + i);
-  int64_t ahead = kPrefetchBytes;  // the first strip reads this panel, the others the next one
+  auto distance = Distance<Kind>::first(p.panel, p.next, p.depth / kGroup);
   for (int64_t tile = 0; tile * kTileRows < p.rows; ++tile) {
     const int64_t left = p.rows - tile * kTileRows;
     const int64_t tile_rows = left < kTileRows ? left : kTileRows;
@@ -98,9 +122,9 @@ void integer_strips(const IntegerProduct& p) {
       const int64_t rows = (tile_rows - row + strips - i - 1) / (strips - i);
       with_rows<kIntegerRows>(rows, [&](auto r) TWINPLANE_INLINE {
         integer_strip<r.value, Kind>(p, p.x + tile * (p.depth / kGroup), row,
-                                     p.acc + (tile * kTileRows + row) * kPanelColumns, ahead);
+                                     p.acc + (tile * kTileRows + row) * kPanelColumns, distance);
       });
-      ahead = reinterpret_cast<intptr_t>(p.next) - reinterpret_cast<intptr_t>(p.panel);
+      distance = Distance<Kind>::other(p.panel, p.next);
       row += rows;
     }
   }
