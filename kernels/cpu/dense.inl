@@ -37,7 +37,8 @@ TWINPLANE_INLINE inline void multiply_add(F16 (&c)[Rows][kPanelVectors], const F
   });
 }
 
-template <int Rows, class Weight>
+// Asks for so many bytes at each k.
+template <int Rows, int64_t Bytes, class Weight>
 [[gnu::noinline]] void dense_strip(const Weight* w, int64_t depth, const float* x, int64_t x_stride, float* acc,
                                    bool first, Ahead ahead) {
   F16 c[Rows][kPanelVectors];
@@ -45,7 +46,7 @@ template <int Rows, class Weight>
   const StripRows<Rows> rows(x, x_stride);
   for (int64_t k = 0; k < depth; ++k) {
     F16 line[kPanelVectors];
-    prefetch<kPanelColumns * sizeof(Weight)>(ahead.from + k * ahead.bytes);
+    prefetch<Bytes>(ahead.from + k * ahead.bytes);
     unroll<kPanelVectors>([&](auto v)
                               TWINPLANE_INLINE { line[v.value] = F16::load(w + k * kPanelColumns + v.value * 16); });
     multiply_add<Rows>(c, line, rows, k);
@@ -66,7 +67,7 @@ void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t
   for (int64_t i = 0, row = 0; i < strips; ++i) {
     const int64_t rows = (p.rows - row + strips - i - 1) / (strips - i);
     with_rows<kStripRows>(rows, [&](auto r) TWINPLANE_INLINE {
-      dense_strip<r.value>(w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0,
+      dense_strip<r.value, 64>(w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0,
                            share_of(next, bytes, depth, i, strips));
     });
     row += rows;
@@ -79,8 +80,8 @@ void dense_line(const Weight* w, const PanelProduct& p) {
   constexpr int64_t kLine = kPanelColumns * sizeof(Weight);
   const int64_t last = p.depth < kPrefetchBytes / kLine ? 0 : p.depth - kPrefetchBytes / kLine;
   with_rows<kStripRows>(p.rows, [&](auto r) TWINPLANE_INLINE {
-    dense_strip<r.value>(w, last, p.x, p.x_stride, p.acc, true, {reinterpret_cast<const char*>(w) + kPrefetchBytes, kLine});
-    dense_strip<r.value>(w + last * kPanelColumns, p.depth - last, p.x + last, p.x_stride, p.acc, false,
+    dense_strip<r.value, kLine>(w, last, p.x, p.x_stride, p.acc, true, {reinterpret_cast<const char*>(w) + kPrefetchBytes, kLine});
+    dense_strip<r.value, kLine>(w + last * kPanelColumns, p.depth - last, p.x + last, p.x_stride, p.acc, false,
                          {static_cast<const char*>(p.next), kLine});
   });
 }
