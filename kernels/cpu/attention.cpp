@@ -212,6 +212,17 @@ struct Context {
   }
 };
 
+// The first partition of a tile, if it has one of its own.
+AttentionPartition first_partition(const TileSpec& spec, const AttentionTile& tile) {
+  return spec.first_partition < spec.end_partition ? AttentionPartition{&tile, spec.first_partition}
+                                                   : AttentionPartition{};
+}
+
+// Whether a worker's share of so many tiles goes on behind this one.
+bool goes_on(const Pool& pool, int64_t tiles, int64_t tile, int worker) {
+  return tile + 1 < pool.first_tile(tiles, worker + 1);
+}
+
 // Parts of tiles, computed in parallel.
 class Parts {
  public:
@@ -220,13 +231,18 @@ class Parts {
     if (parts.empty()) return;
     static thread_local Scratch buffer;
     memory_ = static_cast<float*>(buffer.reserve(parts.size() * floats_ * sizeof(float)));
-    pool.run(static_cast<int64_t>(parts.size()), scratch_bytes, [&](int64_t i, void* scratch) {
+    const int64_t count = static_cast<int64_t>(parts.size());
+    const auto compute = [&](int64_t i, void* scratch, int worker) {
       const Part& part = parts[static_cast<size_t>(i)];
+      const Part& after = parts[static_cast<size_t>(goes_on(pool, count, i, worker) ? i + 1 : i)];
       const AttentionTile tile = tile_of(c.batch, c.cache, part.tile);
+      const AttentionTile next = tile_of(c.batch, c.cache, after.tile);
       const TileState state = at(i);
       c.kernels.attention_query(tile, scratch);
-      c.kernels.attention_partition(tile, part.partition, state.states, state.sums, scratch);
-    });
+      c.kernels.attention_partition({&tile, part.partition}, {&next, after.partition}, state.states, state.sums,
+                                    scratch);
+    };
+    pool.run_indexed(count, scratch_bytes, compute);
   }
 
   TileState at(int64_t i) const { return TileState::at(memory_ + static_cast<size_t>(i) * floats_); }
@@ -244,16 +260,19 @@ void begin(const Context& c, const TileSpec& spec, const TileState& state, const
     c.merge(spec, state, parts.at(spec.shared_parts + p), spec.shared_row);
 }
 
-// One tile from its first partition to its last on one thread.
-void attend_whole(const Context& c, const TileSpec& spec, const Parts& parts, float* scratch) {
+// One tile from its first partition to its last on one thread, which `after` is given next.
+void attend_whole(const Context& c, const TileSpec& spec, const TileSpec& after, const Parts& parts, float* scratch) {
   const TileState state = TileState::at(scratch);
   const TileState part = TileState::at(scratch + TileState::floats(c.cache.value_dim));
   void* rest = scratch + 2 * TileState::floats(c.cache.value_dim);
   const AttentionTile tile = tile_of(c.batch, c.cache, spec);
+  const AttentionTile next_tile = tile_of(c.batch, c.cache, after);
   begin(c, spec, state, parts);
   c.kernels.attention_query(tile, rest);
   for (int64_t p = spec.first_partition; p < spec.end_partition; ++p) {
-    c.kernels.attention_partition(tile, p, part.states, part.sums, rest);
+    const AttentionPartition next =
+        p + 1 < spec.end_partition ? AttentionPartition{&tile, p + 1} : first_partition(after, next_tile);
+    c.kernels.attention_partition({&tile, p}, next, part.states, part.sums, rest);
     c.merge(spec, state, part, 0);
   }
   c.finish(spec, state);
@@ -322,9 +341,12 @@ void paged_attention(Pool& pool, const AttentionBatch& batch, const KvCache& cac
   if (few && long_contexts && pool.threads() > 1) return attend_split(pool, context, std::move(plan), scratch_bytes);
   const Parts parts(pool, context, plan.shared, scratch_bytes);
   const size_t states = 2 * TileState::floats(cache.value_dim) * sizeof(float);
-  pool.run(static_cast<int64_t>(tiles.size()), states + scratch_bytes, [&](int64_t i, void* scratch) {
-    attend_whole(context, tiles[static_cast<size_t>(i)], parts, static_cast<float*>(scratch));
-  });
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  const auto attend = [&](int64_t i, void* scratch, int worker) {
+    const TileSpec& after = tiles[static_cast<size_t>(goes_on(pool, count, i, worker) ? i + 1 : i)];
+    attend_whole(context, tiles[static_cast<size_t>(i)], after, parts, static_cast<float*>(scratch));
+  };
+  pool.run_indexed(count, states + scratch_bytes, attend);
 }
 
 void write_kv(Pool& pool, int64_t tokens, Heads key, Heads value, const KvCache& cache, const int64_t* slots) {

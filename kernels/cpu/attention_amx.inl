@@ -68,6 +68,7 @@ struct KeyTiles {
   const Bf16* keys[kAttentionSplit / 16];
   const Bf16* values[kAttentionSplit / 16];
 
+  KeyTiles() = default;
   KeyTiles(const AttentionTile& t, const KeyRange& range) {
     const int64_t first = range.base() / 16;
     const int64_t end = (range.end + 15) / 16;
@@ -83,6 +84,41 @@ struct KeyTiles {
     if (first % 2 != 0) keys[first - 1] = keys[first], values[first - 1] = values[first];
     if (end % 2 != 0) keys[end] = keys[end - 1], values[end] = values[end - 1];
   }
+};
+
+// With few rows, memory is what there is to wait for, and blocks are scattered, so the processor can not guess them.
+// Values are asked for while scores are computed, and the keys of the next partition while values are summed.
+inline bool asks_ahead(const AttentionTile& t) { return t.tokens * t.heads <= kTileRows; }
+
+// 16 keys or values of so many dims.
+inline void ask_for(const Bf16* tile, int64_t dims) {
+  for (int64_t i = 0; i < dims * 16; i += 32) __builtin_prefetch(tile + i, 0, 2);
+}
+
+// The keys of the next partition, shared out to the steps of this one.
+class NextKeys {
+ public:
+  NextKeys(const AttentionPartition& next, int64_t steps) : next_(next) {
+    if (next.tile == nullptr) return;
+    const AttentionTile& t = *next.tile;
+    const KeyRange keys = visible_keys(t, next.index, t.first_position, t.first_position + t.tokens - 1);
+    if (keys.begin >= keys.end) return;
+    at_ = keys.base() / 16;
+    end_ = (keys.end + 15) / 16;
+    per_step_ = (end_ - at_ + steps - 1) / steps;
+    tiles_ = KeyTiles(t, keys);
+  }
+
+  void ask() {
+    for (int64_t i = 0; i < per_step_ && at_ < end_; ++i, ++at_) ask_for(tiles_.keys[at_], next_.tile->head_dim);
+  }
+
+ private:
+  AttentionPartition next_;
+  int64_t at_ = 0;
+  int64_t end_ = 0;
+  int64_t per_step_ = 0;
+  KeyTiles tiles_;
 };
 
 // The values of each step: pairs of keys `stride` elements apart.
@@ -238,6 +274,8 @@ TWINPLANE_INLINE inline void score_columns(const AttentionTile& t, const KeyTile
                                    const RowTile* query, const AttentionScratch& scratch) {
   const int64_t end = (keys.end + kGroup - 1) / kGroup * 2;
   for (int64_t i = keys.begin / kGroup * 2; i < end; i += kColumnTiles) {
+    if (asks_ahead(t))
+      for (int64_t tile = i; tile < end && tile < i + kColumnTiles; ++tile) ask_for(from.values[tile], t.value_dim);
     if (i + kColumnTiles <= end) {
       score_columns<kColumnTiles>(t, from, i, query, scratch);
     } else {
@@ -316,7 +354,7 @@ TWINPLANE_INLINE inline void weigh_steps(const Weights& weights, const KeyRange&
 
 // Sums of a tile of rows.
 [[gnu::noinline]] void sum_values(const AttentionTile& t, const KeyRange& keys, const ValueSteps& values,
-                                  const AttentionScratch& scratch, int64_t rows, float* sums) {
+                                  const AttentionScratch& scratch, int64_t rows, float* sums, NextKeys& next) {
   const int64_t first = keys.begin / kGroup;
   const int64_t end = (keys.end + kGroup - 1) / kGroup;
   for (int64_t d = 0; d < t.value_dim; d += kColumnTiles * 16) {
@@ -326,6 +364,7 @@ TWINPLANE_INLINE inline void weigh_steps(const Weights& weights, const KeyRange&
       memory_is_tiles();
       unroll<kColumns>([&](auto c) TWINPLANE_INLINE { clear_sums<c.value>(); });
       for (int64_t step = first; step < end; ++step) {
+        next.ask();
         const void* from[kColumns];
         unroll<kColumns>([&](auto c) TWINPLANE_INLINE { from[c.value] = values.steps[step] + 2 * (d + 16 * c.value); });
         multiply_tiles<kColumns>(scratch.scores[step].weights, from, values.stride * 2);
@@ -361,8 +400,11 @@ void attention_query(const AttentionTile& t, void* memory) {
   }
 }
 
-void attention_partition(const AttentionTile& t, int64_t partition, SoftmaxState* states, float* sums, void* memory) {
-  if (t.type != KvType::kBfloat16) return avx512::kTable.attention_partition(t, partition, states, sums, memory);
+void attention_partition(const AttentionPartition& now, const AttentionPartition& next, SoftmaxState* states,
+                         float* sums, void* memory) {
+  const AttentionTile& t = *now.tile;
+  if (t.type != KvType::kBfloat16) return avx512::kTable.attention_partition(now, next, states, sums, memory);
+  const int64_t partition = now.index;
   const AttentionScratch scratch(t, memory);
   const int64_t rows = t.tokens * t.heads;
   const KeyRange keys = visible_keys(t, partition, t.first_position, t.first_position + t.tokens - 1);
@@ -372,13 +414,14 @@ void attention_partition(const AttentionTile& t, int64_t partition, SoftmaxState
   }
   shape_tiles({rows < kTileRows ? rows : kTileRows, 2 * kGroup, kPairs});
   const KeyTiles from(t, keys);
+  NextKeys next_keys(asks_ahead(t) ? next : AttentionPartition{}, steps_of(keys.end) - keys.begin / kGroup);
   const ValueSteps values(t, keys, from, scratch);
   for (int64_t first = 0; first < rows; first += kTileRows) {
     const RowTile* query = scratch.query + first / kTileRows * steps_of(t.head_dim);
     score_tiles(t, keys, from, query, scratch);
     const int64_t count = rows - first < kTileRows ? rows - first : kTileRows;
     weigh_tile(t, keys, partition, first, count, scratch, states + first);
-    sum_values(t, keys, values, scratch, count, sums + first * t.value_dim);
+    sum_values(t, keys, values, scratch, count, sums + first * t.value_dim, next_keys);
   }
 }
 

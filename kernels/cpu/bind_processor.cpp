@@ -123,14 +123,11 @@ std::vector<int64_t> claimed_tiles(int64_t tiles, const std::vector<int64_t>& de
   }
   std::vector<int64_t> claimed(delays_us.size(), 0);
   const nb::gil_scoped_release unlocked;
-  pool.run_indexed(
-      tiles, 0,
-      [&](int64_t, void*, int worker) {
-        ++claimed[static_cast<size_t>(worker)];
-        const int64_t delay = delays_us[static_cast<size_t>(worker)];
-        if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-      },
-      [](int) { return Upcoming{}; });
+  pool.run_indexed(tiles, 0, [&](int64_t, void*, int worker) {
+    ++claimed[static_cast<size_t>(worker)];
+    const int64_t delay = delays_us[static_cast<size_t>(worker)];
+    if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+  });
   return claimed;
 }
 

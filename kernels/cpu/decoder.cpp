@@ -40,8 +40,7 @@ void decoder_layer(Pool& pool, const DecoderLayer& layer, const DecoderStep& ste
 
   rms_norm(pool, before, layer.input_norm, step.eps, {b.x, step.hidden});
   const int64_t projected = layer.qkv->out_features();
-  layer.qkv->run(pool, rows(b.x, step.hidden), {b.qkv, projected}, nullptr, 0, Activation::kNone,
-                 {layer.output});
+  layer.qkv->run(pool, rows(b.x, step.hidden), {b.qkv, projected}, nullptr, 0, Activation::kNone, {layer.output});
   rope_write_kv(pool, rows(b.qkv, projected), step.attention.num_heads, step.rotation, layer.head_norms, layer.cache,
                 step.slots, b.query);
   AttentionBatch attention = step.attention;

@@ -68,7 +68,7 @@ void dense_strips(const Weight* w, int64_t depth, const PanelProduct& p, int64_t
     const int64_t rows = (p.rows - row + strips - i - 1) / (strips - i);
     with_rows<kStripRows>(rows, [&](auto r) TWINPLANE_INLINE {
       dense_strip<r.value, 64>(w, depth, p.x + row * p.x_stride + k0, p.x_stride, p.acc + row * kPanelColumns, k0 == 0,
-                           share_of(next, bytes, depth, i, strips));
+                               share_of(next, bytes, depth, i, strips));
     });
     row += rows;
   }
@@ -80,9 +80,10 @@ void dense_line(const Weight* w, const PanelProduct& p) {
   constexpr int64_t kLine = kPanelColumns * sizeof(Weight);
   const int64_t last = p.depth < kPrefetchBytes / kLine ? 0 : p.depth - kPrefetchBytes / kLine;
   with_rows<kStripRows>(p.rows, [&](auto r) TWINPLANE_INLINE {
-    dense_strip<r.value, kLine>(w, last, p.x, p.x_stride, p.acc, true, {reinterpret_cast<const char*>(w) + kPrefetchBytes, kLine});
+    dense_strip<r.value, kLine>(w, last, p.x, p.x_stride, p.acc, true,
+                                {reinterpret_cast<const char*>(w) + kPrefetchBytes, kLine});
     dense_strip<r.value, kLine>(w + last * kPanelColumns, p.depth - last, p.x + last, p.x_stride, p.acc, false,
-                         {static_cast<const char*>(p.next), kLine});
+                                {static_cast<const char*>(p.next), kLine});
   });
 }
 

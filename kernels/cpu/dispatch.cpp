@@ -31,7 +31,8 @@ void integer_product(const IntegerProduct&);
 void after_job();
 size_t attention_scratch(int64_t head_dim, int64_t value_dim);
 void attention_query(const AttentionTile&, void* scratch);
-void attention_partition(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums, void* scratch);
+void attention_partition(const AttentionPartition&, const AttentionPartition& next, SoftmaxState* states, float* sums,
+                         void* scratch);
 }  // namespace amx
 #endif
 

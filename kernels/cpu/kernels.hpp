@@ -141,6 +141,12 @@ struct AttentionTile {
   float softcap;   // 0: none
 };
 
+// Keys [index * kAttentionSplit, + kAttentionSplit) of a tile.
+struct AttentionPartition {
+  const AttentionTile* tile = nullptr;  // null: none
+  int64_t index = 0;
+};
+
 // The softmax over some keys of one row, unnormalized: the greatest exponent, as a power of two, and the sum of
 // exponentials relative to it; the weighted values lie beside it.
 struct SoftmaxState {
@@ -196,9 +202,10 @@ struct Kernels {
   size_t (*attention_scratch)(int64_t head_dim, int64_t value_dim);
   // Before partitions of a tile, which find its queries in their scratch.
   void (*attention_query)(const AttentionTile&, void* scratch);
-  // Keys [partition * kAttentionSplit, + kAttentionSplit) for every row: states[row], sums[row][value_dim].
-  void (*attention_partition)(const AttentionTile&, int64_t partition, SoftmaxState* states, float* sums,
-                              void* scratch);
+  // For every row: states[row], sums[row][value_dim]. `next`: what this thread will probably be given next, to be asked
+  // for ahead.
+  void (*attention_partition)(const AttentionPartition&, const AttentionPartition& next, SoftmaxState* states,
+                              float* sums, void* scratch);
   // Adds partition `part` to `state`; rows without a key in the part are left as they are.
   void (*attention_merge)(SoftmaxState& state, float* sums, const SoftmaxState& part, const float* part_sums,
                           int64_t value_dim);

@@ -327,7 +327,8 @@ bool PackedLinear::halves_pair_up() const {
   return true;
 }
 
-void PackedLinear::run_gated(Pool& pool, const Rows& x, MutableRows out, Activation activation, NextLinear after) const {
+void PackedLinear::run_gated(Pool& pool, const Rows& x, MutableRows out, Activation activation,
+                             NextLinear after) const {
   if (x.rows == 0) return;
   if (halves_pair_up()) return run_gated_pairs(pool, x, out, activation, after);
   const int64_t half = out_ / 2;

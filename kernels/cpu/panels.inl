@@ -11,7 +11,8 @@ inline constexpr int64_t kPrefetchBytes = 4096;
 
 template <int64_t Bytes>
 TWINPLANE_INLINE inline void prefetch(const char* p) {
-  unroll<static_cast<int>((Bytes + 63) / 64)>([&](auto i) TWINPLANE_INLINE { __builtin_prefetch(p + 64 * i.value, 0, 2); });
+  unroll<static_cast<int>((Bytes + 63) / 64)>([&](auto i)
+                                                  TWINPLANE_INLINE { __builtin_prefetch(p + 64 * i.value, 0, 2); });
 }
 
 // What a strip asks for while it works on a panel: `bytes` of it for each k.

@@ -1,10 +1,10 @@
 // The one thread pool of the CPU kernels.
 //
 // Work is cut into many small tiles. Each thread has a share of them, consecutive ones, which it takes one by one from
-// the front; when it has none left it takes others' from the back. So a thread that the operating system slows down does
-// fewer tiles instead of holding the others up, and one that is not reads memory in one direction, and knows what it will
-// read next. Workers spin for a moment after a job, because the next one of the same step follows within microseconds,
-// and sleep on a futex between steps.
+// the front; when it has none left it takes others' from the back. So a thread that the operating system slows down
+// does fewer tiles instead of holding the others up, and one that is not reads memory in one direction, and knows what
+// it will read next. Workers spin for a moment after a job, because the next one of the same step follows within
+// microseconds, and sleep on a futex between steps.
 #pragma once
 
 #include <atomic>
@@ -81,6 +81,10 @@ class Pool {
 
   // As run(), but calls `tile(index, scratch, worker)`. A worker that has nothing more to do meanwhile fetches what
   // `upcoming(worker)` says into its cache, until there is another job: memory that would be idle.
+  template <class Tile>
+  void run_indexed(int64_t tiles, size_t scratch_bytes, const Tile& tile) {
+    run_indexed(tiles, scratch_bytes, tile, [](int) { return Upcoming{}; });
+  }
   template <class Tile, class GetUpcoming>
   void run_indexed(int64_t tiles, size_t scratch_bytes, const Tile& tile, const GetUpcoming& upcoming) {
     const auto invoke = [](const void* context, int64_t index, int worker, void* scratch) noexcept {
