@@ -7,10 +7,6 @@
 namespace twinplane::core {
 namespace {
 
-// Blocks evicted when one is needed: one for so many of the pool, so that what is lost early is next to nothing.
-constexpr uint32_t kPoolPerEviction = 1024;
-constexpr uint32_t kMostEvictedAtOnce = 16;
-
 // So that nobody outside can know which prompts share a slot of the tree's table.
 uint64_t random_seed() {
   std::random_device device;
@@ -20,11 +16,7 @@ uint64_t random_seed() {
 }  // namespace
 
 BlockManager::BlockManager(BlockCount total, TokenCount block_size, size_t max_cooling)
-    : pool_(total),
-      tree_(pool_, block_size, random_seed()),
-      block_size_(block_size),
-      evicted_at_once_(std::clamp(total.value / kPoolPerEviction, 1u, kMostEvictedAtOnce)),
-      cooling_(max_cooling) {}
+    : pool_(total), tree_(pool_, block_size, random_seed()), block_size_(block_size), cooling_(max_cooling) {}
 
 Match BlockManager::find(const Sequence& sequence, StepSeq now) const {
   if (!sequence.params.uses_cache) return {};
@@ -59,6 +51,7 @@ void BlockManager::attach(Sequence& sequence, const Match& match) {
 void BlockManager::attach_tail(Sequence& sequence, BlockCount shared, BlockCount blocks) {
   attach(sequence, Match{});
   sequence.missing_blocks = sequence.num_blocks = shared;
+  make_room(blocks - shared);
   while (sequence.num_blocks < blocks) grow(sequence);
 }
 
@@ -110,14 +103,13 @@ BlockId BlockManager::release_but_one(Sequence& sequence, StepSeq fence) {
   return kept;
 }
 
+void BlockManager::make_room(BlockCount blocks) {
+  while (pool_.free() < blocks) tree_.evict(blocks - pool_.free());
+}
+
 BlockId BlockManager::grow(Sequence& sequence) {
   assert(sequence.num_blocks < sequence.block_capacity);
-  if (pool_.free() == BlockCount{0}) {
-    // A few at a time: the end of a run is one cache line, and each look at another run is some misses.
-    for (BlockCount left{evicted_at_once_}; left != BlockCount{0} && tree_.cached() != BlockCount{0};) {
-      left -= tree_.evict(left);
-    }
-  }
+  make_room({1});
   const BlockId block = pool_.acquire();
   sequence.blocks[sequence.num_blocks.value] = block;
   ++sequence.num_blocks;

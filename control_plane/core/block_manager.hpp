@@ -78,6 +78,10 @@ class BlockManager {
     ++sequence.num_blocks;
   }
 
+  // So many blocks are about to be asked for, one by one: what of them must be evicted is evicted now, run by run.
+  // There must be so many free ones.
+  void make_room(BlockCount blocks);
+
   // One more block of its own, the next one of the sequence; there must be a free one.
   BlockId grow(Sequence& sequence);
 
@@ -111,7 +115,6 @@ class BlockManager {
   BlockPool pool_;
   PrefixTree tree_;
   const TokenCount block_size_;
-  const uint32_t evicted_at_once_;
   FenceQueue<NodeId> cooling_;
   StepSeq retired_;
 };

@@ -12,7 +12,7 @@ namespace twinplane::core {
 // of n tokens that is first in line is computed within n / kLeastChunkTokens steps.
 inline constexpr TokenCount kLeastChunkTokens{16};
 
-// Decodes that need nothing but their token, summed up.
+// Plain decodes, summed up.
 struct DecodeLoad {
   uint32_t decodes = 0;
   uint64_t context = 0;
@@ -43,9 +43,9 @@ class Budget {
     load_.add_decode(sequence.num_computed.value + 1);
   }
 
-  // Those that enter no block.
-  void take_decodes(const DecodeLoad& load) {
+  void take_decodes(const DecodeLoad& load, BlockCount growth) {
     tokens_ -= {load.decodes};
+    table_writes_ -= growth;
     load_.decodes += load.decodes;
     load_.decode_context += load.context;
   }

@@ -155,17 +155,17 @@ void Scheduler::carry_out(const StepPlan& plan, StepRecord& record, StepWriter& 
       if (is_beam(*decode.sequence)) move_beams(*decode.sequence->group, step);
     }
   }
+  session_->blocks.make_room({static_cast<uint32_t>(plan.entering.size())});
+  for (Sequence* const sequence : plan.entering) add_block(*sequence, step);
   for (const Scheduled& decode : plan.decodes) {
-    Sequence& sequence = *decode.sequence;
-    if (sequence.needs_block(session_->pool.block_size)) add_block(sequence, step);
-    if (plan.num_substeps > 1) add_blocks_ahead(sequence, plan.num_substeps, step);
-    if (!sequence.has_group && sequence.num_computed >= sequence.prompt_tokens) {
-      schedule_plain(sequence, record, step);
-    } else {
-      schedule(decode, 0, record, step);
-    }
+    if (decode.sequence->needs_block(session_->pool.block_size)) add_block(*decode.sequence, step);
   }
-  record.num_decodes = plan.decodes.size();
+  if (plan.num_substeps > 1) {
+    plan.for_each_decode([&](Sequence& sequence) { add_blocks_ahead(sequence, plan.num_substeps, step); });
+  }
+  schedule_plain(plan.plain, record, step);
+  for (const Scheduled& decode : plan.decodes) schedule(decode, 0, record, step);
+  record.num_decodes = plan.num_decodes();
   record.num_substeps = plan.num_substeps;
   step.set_substeps(plan.num_substeps);
   for (const Scheduled& chunk : plan.chunks) schedule(chunk, wire::kSeqFlagChunk, record, step);
@@ -199,8 +199,7 @@ void Scheduler::admit(const Admission& admission, StepRecord& record, StepWriter
   for (BlockCount i; i < sequence.num_blocks; ++i) step.write_table(sequence.row, i, sequence.blocks[i.value]);
   const bool copies = admission.match.partial != TokenCount{0};
   if (copies) blocks.copy_partial(sequence, admission.match, session_->sent);  // before grow() looks for a free block
-  const BlockCount needed = blocks_for(sequence.admission_tokens(), session_->pool.block_size);
-  while (sequence.num_blocks < needed) add_block(sequence, step);
+  add_blocks(sequence, blocks_for(sequence.admission_tokens(), session_->pool.block_size), step);
   if (copies) step.copy(admission.match.partial_block, sequence.blocks[admission.match.blocks.value]);
 
   counters_.cached_tokens += sequence.num_computed.value;
@@ -324,23 +323,32 @@ void Scheduler::add_block(Sequence& sequence, StepWriter& step) {
   step.write_table(sequence.row, index, session_->blocks.grow(sequence));
 }
 
-// For the tokens that the data plane makes of this step after the first, as far as the sequence can go.
-void Scheduler::add_blocks_ahead(Sequence& sequence, uint32_t num_substeps, StepWriter& step) {
-  const BlockCount needed = blocks_for(sequence.computed_after(num_substeps), session_->pool.block_size);
-  while (sequence.num_blocks < needed) add_block(sequence, step);
+// Until it has so many.
+void Scheduler::add_blocks(Sequence& sequence, BlockCount blocks, StepWriter& step) {
+  if (sequence.num_blocks >= blocks) return;
+  session_->blocks.make_room(blocks - sequence.num_blocks);
+  while (sequence.num_blocks < blocks) add_block(sequence, step);
 }
 
-// What schedule() comes to for a decode that is alone, behind its prompt: it has nothing to copy or to publish, and
-// nobody follows it.
-void Scheduler::schedule_plain(Sequence& sequence, StepRecord& record, StepWriter& step) {
-  const TokenCount at = sequence.num_computed;
-  assert(sequence.distance() == TokenCount{1} && !sequence.has_copy_source);
-  assert(blocks_for(at + TokenCount{1}, session_->pool.block_size) <= sequence.num_blocks);
-  step.schedule_decode(sequence.row, at, at < sequence.num_tokens ? sequence.tokens[at.value] : wire::kNoToken);
-  record.samples.set(sequence.row.value);
-  record.rows.push_back(sequence.row);
-  ++sequence.num_computed;
-  ++sequence.num_pending;
+// For the tokens that the data plane makes of this step after the first, as far as the sequence can go.
+void Scheduler::add_blocks_ahead(Sequence& sequence, uint32_t num_substeps, StepWriter& step) {
+  add_blocks(sequence, blocks_for(sequence.computed_after(num_substeps), session_->pool.block_size), step);
+}
+
+// What schedule() comes to for decodes that are alone, behind their prompt: they have nothing to copy or to publish,
+// and nobody follows them.
+void Scheduler::schedule_plain(std::span<Sequence* const> sequences, StepRecord& record, StepWriter& step) {
+  step.schedule_decodes(sequences.size(), [&](size_t i) -> StepWriter::Decode {
+    Sequence& sequence = *sequences[i];
+    const TokenCount at = sequence.num_computed;
+    assert(sequence.distance() == TokenCount{1} && !sequence.has_copy_source);
+    assert(blocks_for(at + TokenCount{1}, session_->pool.block_size) <= sequence.num_blocks);
+    record.owed.add(sequence.row);
+    record.rows.push_back(sequence.row);
+    ++sequence.num_computed;
+    ++sequence.num_pending;
+    return {sequence.row, at, at < sequence.num_tokens ? sequence.tokens[at.value] : wire::kNoToken};
+  });
 }
 
 // The sequence takes part with the tokens from num_computed on. From here they count as computed: every later step runs
@@ -358,7 +366,7 @@ void Scheduler::schedule(const Scheduled& scheduled, uint32_t flags, StepRecord&
   assert(blocks_for(past, session_->pool.block_size) <= sequence.num_blocks);
   if (past == sequence.known()) {
     flags |= wire::kSeqFlagSamples;
-    record.samples.set(sequence.row.value);
+    record.owed.add(sequence.row);
   }
   // A pending token is known to the data plane alone: it is the one its row sampled last.
   const TokenCount inlined = std::min(past, sequence.num_tokens) - std::min(first, sequence.num_tokens);

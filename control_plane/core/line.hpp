@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "control_plane/core/request.hpp"
@@ -18,6 +19,8 @@ class Line {
   size_t size() const { return end_ - begin_; }
   bool empty() const { return begin_ == end_; }
   Sequence& operator[](size_t i) const { return *slots_[begin_ + i]; }
+
+  std::span<Sequence* const> members() const { return {slots_.data() + begin_, size()}; }
 
   void clear() { begin_ = end_ = 0; }
 

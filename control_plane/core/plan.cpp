@@ -62,26 +62,29 @@ const StepPlan& Planner::plan(const State& state) {
 // INV-6: each sequence with one token to go gets it, before anything else.
 void Planner::deal_to_decodes(const State& state, Residency& residency) {
   behind_.clear();
-  const Line& running = state.running;
+  const std::span<Sequence* const> running = state.running.members();
   const TokenCount block_size = state.session.pool.block_size;
   DecodeLoad plain;
   for (size_t i = 0; i < running.size();) {
-    if (i + kPrefetchDistance < running.size()) running[i + kPrefetchDistance].prefetch_progress();
-    // What nearly all are: alone, and in a block that has room.
-    Sequence& sequence = running[i];
-    if (!sequence.has_group && is_decode(sequence) && !sequence.needs_block(block_size) && !plan_.yields.test(i)) {
-      plain.add(sequence);
-      plan_.decodes.push_back({&sequence, TokenCount{1}});
+    if (i + kPrefetchDistance < running.size()) running[i + kPrefetchDistance]->prefetch_progress();
+    Sequence& sequence = *running[i];
+    if (is_plain_decode(sequence) && !plan_.yields.test(i)) {
+      const bool enters = sequence.needs_block(block_size);
+      if (!enters || residency.grow(i)) {
+        if (enters) plan_.entering.push_back(&sequence);
+        plan_.plain.push_back(&sequence);
+        plain.add(sequence);
+      }
       ++i;
       continue;
     }
-    const size_t end = sequence.has_group ? end_of_group(running, i) : i + 1;
+    const size_t end = sequence.has_group ? end_of_group(state.running, i) : i + 1;
     if (!plan_.yields.test(i) && get_blocks(state, residency, i, end)) {
       for (size_t member = i; member < end; ++member) deal_to(state, member);
     }
     i = end;
   }
-  budget_->take_decodes(plain);
+  budget_->take_decodes(plain, {static_cast<uint32_t>(plan_.entering.size())});
 }
 
 // The blocks that sequences [begin, end) of the line, which go together, enter in this step; false if they do not go.
@@ -99,6 +102,12 @@ bool Planner::get_blocks(const State& state, Residency& residency, size_t begin,
     if (!residency.grow(i)) return false;
   }
   return true;
+}
+
+// It has one token to go, and may, and that is all there is to it.
+bool Planner::is_plain_decode(const Sequence& sequence) {
+  return !sequence.has_group && sequence.distance() == TokenCount{1} && !sequence.ends_in_flight() &&
+         sequence.num_computed >= sequence.prompt_tokens;
 }
 
 // It has one token to go, and may.

@@ -28,6 +28,8 @@ struct Hopeless {
 struct StepPlan {
   explicit StepPlan(uint32_t max_rows) : yields(max_rows) {
     yielding.reserve(max_rows);
+    entering.reserve(max_rows);
+    plain.reserve(max_rows);
     decodes.reserve(max_rows);
     chunks.reserve(max_rows);
   }
@@ -35,17 +37,28 @@ struct StepPlan {
   void clear() {
     yielding.clear();
     yields.clear();
+    entering.clear();
+    plain.clear();
     decodes.clear();
     chunks.clear();
     moves_beams = false;
     num_substeps = 1;
   }
 
+  size_t num_decodes() const { return plain.size() + decodes.size(); }
+  template <typename Visit>
+  void for_each_decode(Visit visit) const {
+    for (Sequence* const sequence : plain) visit(*sequence);
+    for (const Scheduled& decode : decodes) visit(*decode.sequence);
+  }
+
   std::vector<Sequence*> yielding;  // to be preempted
   BitSet yields;                    // the same, by place in the running line
-  std::vector<Scheduled> decodes;   // one token each; a new block if the last one is full
+  std::vector<Sequence*> entering;  // of the plain decodes: those that get a new block first
+  std::vector<Sequence*> plain;     // decodes that are alone and behind their prompt, as nearly all are: one token each
+  std::vector<Scheduled> decodes;   // the others; a new block if the last one is full
   std::vector<Scheduled> chunks;    // of sequences that are resident
-  bool moves_beams = false;         // among the decodes are beams that change hands first
+  bool moves_beams = false;         // among the other decodes are beams that change hands first
   uint32_t num_substeps = 1;        // tokens each decode gets, of one step; above 1 the plan is for an idle device
 };
 
@@ -94,6 +107,7 @@ class Planner {
   void deal_to_decodes(const State& state, class Residency& residency);
   static bool get_blocks(const State& state, Residency& residency, size_t begin, size_t end);
   static bool is_decode(const Sequence& sequence);
+  static bool is_plain_decode(const Sequence& sequence);
   void deal_to(const State& state, size_t i);
   void deal_to_chunks(const State& state);
 

@@ -13,12 +13,6 @@ constexpr uint32_t kRecordHeader = 3;  // {row, kind, n}
 
 uint32_t record(size_t words) { return words == 0 ? 0 : kRecordHeader + static_cast<uint32_t>(words); }
 
-// A Bloom filter's bits for a token.
-uint64_t filter_bits(int32_t token) {
-  const auto bits = static_cast<uint32_t>(token);
-  return uint64_t{1} << bits % 64 | uint64_t{1} << bits / 64 % 64;
-}
-
 std::vector<StopToken> sorted_stops(const RequestParams& params) {
   std::vector<StopToken> stops;
   stops.reserve(params.eos_token_ids.size() + params.stop_token_ids.size());
@@ -106,7 +100,10 @@ Sequence::Sequence(RequestId request, std::span<const int32_t> prompt, RequestPa
   choices = layout.choices == 0 ? nullptr : reinterpret_cast<Choice*>(piece + layout.choices);
   saved = reinterpret_cast<HostBlockId*>(piece + layout.saved);
   std::ranges::copy(prompt, tokens);
-  for (const StopToken& stop : stops) stop_filter |= filter_bits(stop.token);
+  for (const StopToken& stop : stops) {
+    const auto bits = static_cast<uint32_t>(stop.token);
+    stop_filter |= uint64_t{1} << bits % 64 | uint64_t{1} << bits / 64 % 64;
+  }
 }
 
 void Sequence::fit_blocks(TokenCount block_size) {
@@ -124,20 +121,6 @@ FinishReason Sequence::stop_reason_at(int32_t token, TokenCount emitted_then) co
   if (emitted_then <= stops_from) return FinishReason::kNone;
   const auto stop = std::ranges::lower_bound(stops, token, {}, &StopToken::token);
   return stop != stops.end() && stop->token == token ? stop->reason : FinishReason::kNone;
-}
-
-FinishReason Sequence::append(int32_t token, float logprob, uint32_t rank) {
-  assert(num_pending.value != 0 && num_tokens < limit);
-  if (choices != nullptr) choices[emitted().value] = {logprob, rank};
-  push(token);
-  --num_pending;
-  if ((~stop_filter & filter_bits(token)) == 0) {
-    if (const FinishReason reason = stop_reason_at(token, emitted()); reason != FinishReason::kNone) {
-      match = token;
-      return reason;
-    }
-  }
-  return num_tokens == limit ? FinishReason::kLength : FinishReason::kNone;
 }
 
 void Sequence::become(SequenceState next) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <memory>
 #include <new>
@@ -146,7 +147,20 @@ struct alignas(64) Sequence {
   BlockCount first_own_block() const { return std::max(tree_blocks, missing_blocks); }
 
   // Takes a sampled token; what it means for the sequence.
-  FinishReason append(int32_t token, float logprob, uint32_t rank);
+  FinishReason append(int32_t token, Choice choice) {
+    assert(num_pending.value != 0 && num_tokens < limit);
+    prefetch_places();
+    if (choices != nullptr) choices[emitted().value] = choice;
+    push(token);
+    --num_pending;
+    if (may_be_stop(token)) {
+      if (const FinishReason reason = stop_reason_at(token, emitted()); reason != FinishReason::kNone) {
+        match = token;
+        return reason;
+      }
+    }
+    return num_tokens == limit ? FinishReason::kLength : FinishReason::kNone;
+  }
 
   // The one transition function; asserts that the contract's diagram has the edge.
   void become(SequenceState next);
@@ -162,8 +176,7 @@ struct alignas(64) Sequence {
     for (size_t at = 0; at < sizeof(Sequence) + kLine; at += kLine) __builtin_prefetch(begin + at, 1, 2);
     __builtin_prefetch(tokens);
   }
-  // The places append() writes to, a little ahead: a line that is new comes from far, and is wanted only some tokens
-  // later. Reads the sequence itself, so that should have been prefetched before.
+  // The places append() will write to some tokens later: a line that is new comes from far.
   void prefetch_places() const {
     constexpr uint32_t kAhead = 2;
     __builtin_prefetch(tokens + num_tokens.value + kAhead, 1);
@@ -244,6 +257,12 @@ struct alignas(64) Sequence {
   std::unique_ptr<HostBlockId[]> longer_saved;  // there were when the request came
 
  private:
+  // A Bloom filter of two bits for each stop token.
+  bool may_be_stop(int32_t token) const {
+    const auto bits = static_cast<uint32_t>(token);
+    return (stop_filter >> bits % 64 & stop_filter >> bits / 64 % 64 & 1) != 0;
+  }
+
   struct Layout;
   Sequence(RequestId request, std::span<const int32_t> prompt, RequestParams request_params, const Layout& layout,
            Nanos now);

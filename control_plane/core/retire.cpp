@@ -1,21 +1,23 @@
 // Results: tokens to their sequences, and the fences of retired steps opened. What the peer wrote is checked before it
 // is used.
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <cstring>
+#include <sstream>
 
 #include "control_plane/core/scheduler.hpp"
 
 namespace twinplane::core {
-namespace {
 
-std::string text(uint64_t value) { return std::to_string(value); }
-
-}  // namespace
-
-void Scheduler::fault(const std::string& message) {
+// Out of line, so that what never happens takes no room in the loops that check for it.
+template <typename... Parts>
+[[gnu::cold, gnu::noinline]] void Scheduler::fault(const Parts&... parts) {
   session_->has_failed = true;
-  throw ProtocolFault("the data plane broke the protocol: " + message);
+  std::ostringstream message;
+  message << "the data plane broke the protocol: ";
+  (message << ... << parts);
+  throw ProtocolFault(message.str());
 }
 
 void Scheduler::retire(const std::byte* slot, Nanos now) {
@@ -24,48 +26,29 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
   const wire::ResultSlotLayout layout(session_->capacities);
   wire::ResultHeader header;
   std::memcpy(&header, slot + layout.header, sizeof(header));
-  if (session_->in_flight() == StepSeq{0})
-    fault("a result of step " + text(header.step) + ", but no step is in flight");
+  if (session_->in_flight() == StepSeq{0}) fault("a result of step ", header.step, ", but no step is in flight");
   if (header.step != session_->retired.value) {
-    fault("a result of step " + text(header.step) + ", but the oldest in flight is " + text(session_->retired.value));
+    fault("a result of step ", header.step, ", but the oldest in flight is ", session_->retired.value);
   }
   if (header.status != wire::kStepStatusOk) {
     session_->has_failed = true;  // the cause comes over the lifeline, and detach() with it
     return;
   }
   if (header.num_entries > session_->capacities.max_results) {
-    fault("a result with " + text(header.num_entries) + " entries, its slot holds " +
-          text(session_->capacities.max_results));
+    fault("a result with ", header.num_entries, " entries, its slot holds ", session_->capacities.max_results);
   }
   if (header.num_candidates > session_->capacities.max_candidates) {
-    fault("a result with " + text(header.num_candidates) + " candidates, its slot holds " +
-          text(session_->capacities.max_candidates));
+    fault("a result with ", header.num_candidates, " candidates, its slot holds ", session_->capacities.max_candidates);
   }
   StepRecord& record = session_->record(session_->retired);
   if (header.substep != record.num_results || record.num_results == record.num_substeps) {
-    fault("result " + text(header.substep) + " of step " + text(header.step) + ", which has " +
-          text(record.num_substeps) + " substeps and " + text(record.num_results) + " results");
+    fault("result ", header.substep, " of step ", header.step, ", which has ", record.num_substeps, " substeps and ",
+          record.num_results, " results");
   }
-  const std::span<const wire::Candidate> candidates(reinterpret_cast<const wire::Candidate*>(slot + layout.candidates),
-                                                    header.num_candidates);
-  size_t used = 0;
-  for (uint32_t i = 0; i < header.num_entries; ++i) {
-    prefetch_owners(record, i);
-    wire::ResultEntry entry;
-    std::memcpy(&entry, slot + layout.entries + i * sizeof(entry), sizeof(entry));
-    if (entry.row >= session_->rows.size() || !record.samples.test(entry.row)) {
-      fault("a token for row " + text(entry.row) + ", which samples none, or no other, in step " +
-            text(session_->retired.value));
-    }
-    const bool is_finite = (entry.flags & wire::kResultFlagNotFinite) == 0;
-    const uint32_t count = is_finite ? session_->rows.num_candidates({entry.row}) : 0;
-    if (count > candidates.size() - used) {
-      fault("row " + text(entry.row) + " returns " + text(candidates.size() - used) + " candidates of " + text(count));
-    }
-    take_entry(entry, candidates.subspan(used, count), record, now);
-    used += count;
-  }
-  check_samples(record);
+  take_entries({reinterpret_cast<const wire::ResultEntry*>(slot + layout.entries), header.num_entries},
+               {reinterpret_cast<const wire::Candidate*>(slot + layout.candidates), header.num_candidates}, record,
+               now);
+  check_owed(record);
   learn(record, header, now);
   ++record.num_results;
   ++counters_.results_taken;
@@ -79,35 +62,59 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
   }
 }
 
-// Of entries further on. Tokens come in the order in which their rows were scheduled, or nearly so.
-void Scheduler::prefetch_owners(const StepRecord& record, size_t entry) const {
-  const std::vector<RowId>& rows = record.rows;
-  if (entry + 2 * kPrefetchDistance >= rows.size()) return;
-  if (const Sequence* const later = session_->rows.owner(rows[entry + 2 * kPrefetchDistance])) {
-    later->prefetch_progress();
-    later->prefetch_news();
+void Scheduler::take_entries(std::span<const wire::ResultEntry> entries, std::span<const wire::Candidate> candidates,
+                             StepRecord& record, Nanos now) {
+  const std::span<const Rows::Seat> seats = session_->rows.seats();
+  for (size_t i = 0; i < entries.size(); ++i) {
+    prefetch_owner(record, i);
+    const wire::ResultEntry entry = entries[i];
+    if (entry.row >= seats.size() || !record.owed.cross_off({entry.row})) {
+      fault("a token for row ", entry.row, ", which samples none, or no other, in step ", session_->retired.value);
+    }
+    // What nearly all are: a token that is nothing but the next one of its sequence.
+    const Rows::Seat& seat = seats[entry.row];
+    const bool is_finite = (entry.flags & wire::kResultFlagNotFinite) == 0;
+    if (seat.owner != nullptr && seat.num_candidates == 0 && is_finite && entry.token >= 0) {
+      take_token(*seat.owner, entry.token, {entry.logprob, entry.rank}, now);
+      continue;
+    }
+    const uint32_t returned = is_finite ? seat.num_candidates : 0;
+    if (returned > candidates.size()) {
+      fault("row ", entry.row, " returns ", candidates.size(), " candidates of ", returned);
+    }
+    if (seat.owner != nullptr) take_entry(*seat.owner, entry, candidates.first(returned), now);
+    candidates = candidates.subspan(returned);
   }
-  if (const Sequence* const next = session_->rows.owner(rows[entry + kPrefetchDistance])) next->prefetch_places();
+}
+
+// Of an entry further on. Tokens come in the order in which their rows were scheduled, or nearly so.
+void Scheduler::prefetch_owner(const StepRecord& record, size_t entry) const {
+  if (entry + kPrefetchDistance >= record.rows.size()) return;
+  const Sequence* const later = session_->rows.owner(record.rows[entry + kPrefetchDistance]);
+  if (later == nullptr) return;
+  later->prefetch_progress();
+  later->prefetch_news();
 }
 
 // Every row has given its token. From the second substep on, one whose sequence has ended need not: by a stop token or
 // by length it has ended in the data plane too, and only what ended otherwise, say by a cancel, is still computed.
-void Scheduler::check_samples(const StepRecord& record) {
-  record.samples.for_each([&](size_t row) {
-    if (record.num_results != 0 && session_->rows.owner({static_cast<uint32_t>(row)}) == nullptr) return;
-    fault("step " + text(session_->retired.value) + " goes on or ends without a token for row " + text(row));
+void Scheduler::check_owed(const StepRecord& record) {
+  record.owed.for_each([&](RowId row) {
+    if (record.num_results != 0 && session_->rows.owner(row) == nullptr) return;
+    fault("step ", session_->retired.value, " goes on or ends without a token for row ", row.value);
   });
 }
 
 // The data plane has begun the next substep: each sequence that goes on is scheduled as if by a step of its own.
 void Scheduler::go_on(StepRecord& record) {
   if (record.num_results == record.num_substeps) {
-    fault("step " + text(session_->retired.value) + " has " + text(record.num_substeps) +
+    fault("step ", session_->retired.value, " has ", record.num_substeps,
           " substeps, and its last result is not marked as such");
   }
   record.load = {};
+  record.owed.clear();
   for (const RowId row : record.rows) {
-    record.samples.set(row.value);
+    record.owed.add(row);
     Sequence* const sequence = session_->rows.owner(row);
     if (sequence == nullptr) continue;
     record.load.add_decode(sequence->num_computed.value + 1);
@@ -134,29 +141,33 @@ void Scheduler::learn(const StepRecord& record, const wire::ResultHeader& header
   counters_.step_margin = session_->costs.margin();
 }
 
-void Scheduler::take_entry(const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates,
-                           StepRecord& record, Nanos now) {
-  record.samples.reset(entry.row);
-  Sequence* const sequence = session_->rows.owner({entry.row});
-  if (sequence == nullptr) return;  // it ended while this token was in flight
-  sequence->failed_steps = 0;
+// An entry that is a beam's, or wrong.
+void Scheduler::take_entry(Sequence& sequence, const wire::ResultEntry& entry,
+                           std::span<const wire::Candidate> candidates, Nanos now) {
   if ((entry.flags & wire::kResultFlagNotFinite) != 0) {
-    --sequence->num_pending;
-    end(*sequence, FinishReason::kNotFinite);
+    sequence.failed_steps = 0;
+    --sequence.num_pending;
+    end(sequence, FinishReason::kNotFinite);
     return;
   }
-  if (entry.token < 0) fault("token " + std::to_string(entry.token) + " for row " + text(entry.row));
-  if (is_beam(*sequence)) return take_candidates(*sequence, candidates, now);
-  const FinishReason finish = sequence->append(entry.token, entry.logprob, entry.rank);
-  if (sequence->emitted() == TokenCount{1}) sequence->first_token = now;
-  sequence->last_token = now;
-  sequence->is_protected = false;
+  if (entry.token < 0) fault("token ", entry.token, " for row ", entry.row);
+  assert(is_beam(sequence));
+  sequence.failed_steps = 0;
+  take_candidates(sequence, candidates, now);
+}
+
+void Scheduler::take_token(Sequence& sequence, int32_t token, Choice choice, Nanos now) {
+  if (sequence.failed_steps != 0) sequence.failed_steps = 0;  // it hardly ever is
+  const FinishReason finish = sequence.append(token, choice);
+  if (sequence.emitted() == TokenCount{1}) sequence.first_token = now;
+  sequence.last_token = now;
+  sequence.is_protected = false;
   ++counters_.tokens_emitted;
-  if (shares_) shares_->charge_output(sequence->tenant);
+  if (shares_) shares_->charge_output(sequence.tenant);
   if (finish == FinishReason::kNone) {
-    events_.announce(*sequence);
+    events_.announce(sequence);
   } else {
-    end(*sequence, finish);
+    end(sequence, finish);
   }
 }
 
@@ -169,8 +180,7 @@ void Scheduler::take_candidates(Sequence& sequence, std::span<const wire::Candid
   BeamSearch& beams = *group.beams;
   for (const wire::Candidate& candidate : candidates) {
     if (candidate.token >= 0 && !std::isnan(candidate.logprob)) continue;  // selecting needs an order
-    fault("candidate " + std::to_string(candidate.token) + " with log-probability " +
-          std::to_string(candidate.logprob) + " for row " + text(sequence.row.value));
+    fault("candidate ", candidate.token, " with log-probability ", candidate.logprob, " for row ", sequence.row.value);
   }
   if (shares_) shares_->charge_output(sequence.tenant);  // computed like any token, whether or not it is in a result
   beams.give(sequence.index, candidates);
@@ -198,7 +208,7 @@ void Scheduler::deliver_beams(Group& group) {
 }
 
 void Scheduler::complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now) {
-  record.samples.clear();
+  record.owed.clear();
   for (size_t i = record.num_decodes; i < record.rows.size(); ++i) {  // the others brought tokens
     if (Sequence* const sequence = session_->rows.owner(record.rows[i])) sequence->failed_steps = 0;
   }

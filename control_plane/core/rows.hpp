@@ -8,6 +8,7 @@
 
 #include <cassert>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "control_plane/core/bit_set.hpp"
@@ -34,8 +35,12 @@ class Rows {
   // sequence has ended.
   Sequence* owner(RowId row) const { return seats_[row.value].owner; }
 
-  // Candidates the row returns with each token, also if its sequence has ended.
-  uint32_t num_candidates(RowId row) const { return seats_[row.value].num_candidates; }
+  struct Seat {
+    Sequence* owner = nullptr;
+    uint32_t num_candidates = 0;  // the row returns with each token, also if its sequence has ended
+  };
+  // By row. Stays where it is.
+  std::span<const Seat> seats() const { return seats_; }
 
   // There must be a free row.
   void seat(Sequence& sequence) {
@@ -74,11 +79,6 @@ class Rows {
   }
 
  private:
-  struct Seat {
-    Sequence* owner = nullptr;
-    uint32_t num_candidates = 0;
-  };
-
   std::vector<Seat> seats_;
   BitSet free_;
   uint32_t num_free_ = 0;

@@ -138,26 +138,31 @@ class Scheduler {
   void count_overtaken(const Sequence& sequence, size_t overtakes);
   void send(StepWriter& step, Nanos now);
   void add_block(Sequence& sequence, StepWriter& step);
+  void add_blocks(Sequence& sequence, BlockCount blocks, StepWriter& step);
   void add_blocks_ahead(Sequence& sequence, uint32_t num_substeps, StepWriter& step);
   void admit_follower(Sequence& sequence, StepWriter& step, Nanos now);
   void open_row(Sequence& sequence, StepWriter& step, Nanos now);
   void move_beams(Group& group, StepWriter& step);
   void fork_followers(Sequence& first, StepWriter& step);
-  void schedule_plain(Sequence& sequence, StepRecord& record, StepWriter& step);
+  void schedule_plain(std::span<Sequence* const> sequences, StepRecord& record, StepWriter& step);
   void schedule(const Scheduled& scheduled, uint32_t flags, StepRecord& record, StepWriter& step);
 
   // retire.cpp
-  void prefetch_owners(const StepRecord& record, size_t entry) const;
-  void take_entry(const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates, StepRecord& record,
+  void take_entries(std::span<const wire::ResultEntry> entries, std::span<const wire::Candidate> candidates,
+                    StepRecord& record, Nanos now);
+  void prefetch_owner(const StepRecord& record, size_t entry) const;
+  void take_entry(Sequence& sequence, const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates,
                   Nanos now);
+  void take_token(Sequence& sequence, int32_t token, Choice choice, Nanos now);
   void take_candidates(Sequence& sequence, std::span<const wire::Candidate> candidates, Nanos now);
   void deliver_beams(Group& group);
-  void check_samples(const StepRecord& record);
+  void check_owed(const StepRecord& record);
   void go_on(StepRecord& record);
   void complete_step(StepRecord& record, const wire::ResultHeader& header, Nanos now);
   void give_back_ahead(const StepRecord& record);
   void learn(const StepRecord& record, const wire::ResultHeader& header, Nanos now);
-  [[noreturn]] void fault(const std::string& message);
+  template <typename... Parts>
+  [[noreturn]] void fault(const Parts&... parts);
 
   // scheduler.cpp
   void interrupt();

@@ -1,6 +1,7 @@
 // Everything a pass reads: who waits, who runs, what is free, what is in flight.
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cstdint>
 #include <vector>
@@ -19,13 +20,51 @@
 
 namespace twinplane::core {
 
+// Rows that owe a token. A word for each and not a bit, because every token is crossed off here.
+class OwedTokens {
+ public:
+  explicit OwedTokens(uint32_t max_rows) : owes_(max_rows) {}
+
+  // It must owe none.
+  void add(RowId row) {
+    assert(owes_[row.value] == 0);
+    owes_[row.value] = 1;
+    ++count_;
+  }
+  // The row's token has come; false if it owes none.
+  bool cross_off(RowId row) {
+    if (owes_[row.value] == 0) return false;
+    owes_[row.value] = 0;
+    --count_;
+    return true;
+  }
+  void clear() {
+    if (count_ == 0) return;
+    std::fill(owes_.begin(), owes_.end(), 0);
+    count_ = 0;
+  }
+
+  // visit(row) for each that owes one.
+  template <typename Visit>
+  void for_each(Visit visit) const {
+    if (count_ == 0) return;
+    for (uint32_t row = 0; row < owes_.size(); ++row) {
+      if (owes_[row] != 0) visit(RowId{row});
+    }
+  }
+
+ private:
+  std::vector<uint32_t> owes_;
+  uint32_t count_ = 0;
+};
+
 // What a step in flight did, to check and route its results.
 struct StepRecord {
-  explicit StepRecord(uint32_t max_rows) : samples(max_rows) { rows.reserve(max_rows); }
+  explicit StepRecord(uint32_t max_rows) : owed(max_rows) { rows.reserve(max_rows); }
 
   std::vector<RowId> rows;  // every scheduled row, decodes first
   size_t num_decodes = 0;   // of these; each brings a token
-  BitSet samples;           // rows that still owe a token, of the substep under way
+  OwedTokens owed;          // of the substep under way
   StepLoad load;            // of the substep under way
   uint32_t num_substeps = 1;
   uint32_t num_results = 0;  // that came; the step retires with its last one

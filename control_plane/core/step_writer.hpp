@@ -88,19 +88,35 @@ class StepWriter {
     counts_.num_tokens += num_tokens.value;
   }
 
-  // The same for one token that samples the next one; kNoToken: it is relayed.
-  void schedule_decode(RowId row, TokenCount position, int32_t token) {
-    assert(counts_.num_seqs < capacities_.max_rows && counts_.num_tokens < capacities_.max_step_tokens);
-    region<wire::SeqEntry>(layout_.seqs)[counts_.num_seqs++] = {
-        .row = row.value,
-        .position = position.value,
-        .num_tokens = 1,
-        .token_start = counts_.num_tokens,
-        .flags = wire::kSeqFlagSamples,
-        .num_drafts = 0,
-    };
-    ++counts_.num_decodes;
-    region<int32_t>(layout_.token_ids)[counts_.num_tokens++] = token;
+  // One token that samples the next one; kNoToken: it is relayed.
+  struct Decode {
+    RowId row;
+    TokenCount position;
+    int32_t token;
+  };
+
+  // The same for `count` decodes: next(i) is asked for each, in order.
+  template <typename Next>
+  void schedule_decodes(size_t count, Next next) {
+    assert(counts_.num_seqs + count <= capacities_.max_rows);
+    assert(counts_.num_tokens + count <= capacities_.max_step_tokens);
+    wire::SeqEntry* const seqs = region<wire::SeqEntry>(layout_.seqs) + counts_.num_seqs;
+    int32_t* const tokens = region<int32_t>(layout_.token_ids) + counts_.num_tokens;
+    for (uint32_t i = 0; i < count; ++i) {
+      const Decode decode = next(i);
+      seqs[i] = {
+          .row = decode.row.value,
+          .position = decode.position.value,
+          .num_tokens = 1,
+          .token_start = counts_.num_tokens + i,
+          .flags = wire::kSeqFlagSamples,
+          .num_drafts = 0,
+      };
+      tokens[i] = decode.token;
+    }
+    counts_.num_seqs += static_cast<uint32_t>(count);
+    counts_.num_decodes += static_cast<uint32_t>(count);
+    counts_.num_tokens += static_cast<uint32_t>(count);
   }
 
   bool is_empty() const {

@@ -16,11 +16,10 @@ bool is_plain(const Sequence& sequence) {
 // The blocks all decodes enter in a step of so many substeps.
 BlockCount growth(const StepPlan& plan, TokenCount block_size, uint32_t num_substeps) {
   BlockCount blocks;
-  for (const Scheduled& decode : plan.decodes) {
-    const Sequence& sequence = *decode.sequence;
+  plan.for_each_decode([&](const Sequence& sequence) {
     const BlockCount needed = blocks_for(sequence.computed_after(num_substeps), block_size);
     blocks += needed - std::min(needed, sequence.num_blocks);
-  }
+  });
   return blocks;
 }
 
@@ -46,12 +45,14 @@ uint32_t before_deadline(const State& state, const StepLoad& load) {
 uint32_t choose_substeps(const State& state, const StepPlan& plan, const StepLoad& load) {
   uint32_t most = std::min(state.config.max_substeps, state.session.quiet_substeps);
   // Every running sequence decodes: so there are no chunks, nobody yields, and nobody waits for blocks or for a group.
-  if (most == 1 || !state.waiting.empty() || plan.decodes.size() != state.running.size()) return 1;
+  if (most == 1 || !state.waiting.empty() || plan.num_decodes() != state.running.size()) return 1;
   TokenCount longest;  // tokens that the sequence with the most to go can still get
-  for (const Scheduled& decode : plan.decodes) {
-    if (!is_plain(*decode.sequence)) return 1;
-    longest = std::max(longest, decode.sequence->limit - decode.sequence->known());
-  }
+  bool are_plain = true;
+  plan.for_each_decode([&](const Sequence& sequence) {
+    are_plain = are_plain && is_plain(sequence);
+    longest = std::max(longest, sequence.limit - sequence.known());
+  });
+  if (!are_plain) return 1;
   most = std::min({most, longest.value, before_deadline(state, load)});
   while (most > 1 && !has_room(state, plan, most)) most /= 2;
   return std::max(most, 1u);
