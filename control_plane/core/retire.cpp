@@ -65,35 +65,45 @@ void Scheduler::retire(const std::byte* slot, Nanos now) {
 void Scheduler::take_entries(std::span<const wire::ResultEntry> entries, std::span<const wire::Candidate> candidates,
                              StepRecord& record, Nanos now) {
   const std::span<const Rows::Seat> seats = session_->rows.seats();
+  const std::span<const RowId> rows = record.rows;
   for (size_t i = 0; i < entries.size(); ++i) {
-    prefetch_owner(record, i);
-    const wire::ResultEntry entry = entries[i];
-    if (entry.row >= seats.size() || !record.owed.cross_off({entry.row})) {
-      fault("a token for row ", entry.row, ", which samples none, or no other, in step ", session_->retired.value);
+    // Tokens come in the order in which their rows were scheduled, or nearly so.
+    if (i + kPrefetchDistance < rows.size()) prefetch_owner(seats[rows[i + kPrefetchDistance].value]);
+    // Each field is read once, because the peer could write while it is checked.
+    const RowId row{entries[i].row};
+    const int32_t token = entries[i].token;
+    const Choice choice{entries[i].logprob, entries[i].rank};
+    const bool is_finite = (entries[i].flags & wire::kResultFlagNotFinite) == 0;
+    if (row.value >= seats.size() || !record.owed.cross_off(row)) {
+      fault("a token for row ", row.value, ", which samples none, or no other, in step ", session_->retired.value);
     }
     // What nearly all are: a token that is nothing but the next one of its sequence.
-    const Rows::Seat& seat = seats[entry.row];
-    const bool is_finite = (entry.flags & wire::kResultFlagNotFinite) == 0;
-    if (seat.owner != nullptr && seat.num_candidates == 0 && is_finite && entry.token >= 0) {
-      take_token(*seat.owner, entry.token, {entry.logprob, entry.rank}, now);
+    const Rows::Seat& seat = seats[row.value];
+    if (seat.owner != nullptr && seat.num_candidates == 0 && is_finite && token >= 0) {
+      take_token(*seat.owner, token, choice, now);
       continue;
     }
     const uint32_t returned = is_finite ? seat.num_candidates : 0;
     if (returned > candidates.size()) {
-      fault("row ", entry.row, " returns ", candidates.size(), " candidates of ", returned);
+      fault("row ", row.value, " returns ", candidates.size(), " candidates of ", returned);
     }
-    if (seat.owner != nullptr) take_entry(*seat.owner, entry, candidates.first(returned), now);
+    const auto own = candidates.first(returned);
     candidates = candidates.subspan(returned);
+    if (seat.owner == nullptr) continue;  // it ended while this token was in flight
+    if (!is_finite) {
+      take_failure(*seat.owner);
+    } else if (token < 0) {
+      fault("token ", token, " for row ", row.value);
+    } else {
+      take_candidates(*seat.owner, own, now);
+    }
   }
 }
 
-// Of an entry further on. Tokens come in the order in which their rows were scheduled, or nearly so.
-void Scheduler::prefetch_owner(const StepRecord& record, size_t entry) const {
-  if (entry + kPrefetchDistance >= record.rows.size()) return;
-  const Sequence* const later = session_->rows.owner(record.rows[entry + kPrefetchDistance]);
-  if (later == nullptr) return;
-  later->prefetch_progress();
-  later->prefetch_news();
+void Scheduler::prefetch_owner(const Rows::Seat& seat) {
+  if (seat.owner == nullptr) return;
+  seat.owner->prefetch_progress();
+  seat.owner->prefetch_news();
 }
 
 // Every row has given its token. From the second substep on, one whose sequence has ended need not: by a stop token or
@@ -141,19 +151,11 @@ void Scheduler::learn(const StepRecord& record, const wire::ResultHeader& header
   counters_.step_margin = session_->costs.margin();
 }
 
-// An entry that is a beam's, or wrong.
-void Scheduler::take_entry(Sequence& sequence, const wire::ResultEntry& entry,
-                           std::span<const wire::Candidate> candidates, Nanos now) {
-  if ((entry.flags & wire::kResultFlagNotFinite) != 0) {
-    sequence.failed_steps = 0;
-    --sequence.num_pending;
-    end(sequence, FinishReason::kNotFinite);
-    return;
-  }
-  if (entry.token < 0) fault("token ", entry.token, " for row ", entry.row);
-  assert(is_beam(sequence));
+// Its logits were not finite.
+void Scheduler::take_failure(Sequence& sequence) {
   sequence.failed_steps = 0;
-  take_candidates(sequence, candidates, now);
+  --sequence.num_pending;
+  end(sequence, FinishReason::kNotFinite);
 }
 
 void Scheduler::take_token(Sequence& sequence, int32_t token, Choice choice, Nanos now) {
@@ -173,6 +175,8 @@ void Scheduler::take_token(Sequence& sequence, int32_t token, Choice choice, Nan
 
 // A beam's next token is chosen when those of all beams have come.
 void Scheduler::take_candidates(Sequence& sequence, std::span<const wire::Candidate> candidates, Nanos now) {
+  assert(is_beam(sequence));
+  sequence.failed_steps = 0;
   --sequence.num_pending;
   sequence.is_protected = false;
   if (sequence.state != SequenceState::kRunning) return;  // preempted meanwhile: it will be computed again

@@ -150,9 +150,8 @@ class Scheduler {
   // retire.cpp
   void take_entries(std::span<const wire::ResultEntry> entries, std::span<const wire::Candidate> candidates,
                     StepRecord& record, Nanos now);
-  void prefetch_owner(const StepRecord& record, size_t entry) const;
-  void take_entry(Sequence& sequence, const wire::ResultEntry& entry, std::span<const wire::Candidate> candidates,
-                  Nanos now);
+  static void prefetch_owner(const Rows::Seat& seat);
+  void take_failure(Sequence& sequence);
   void take_token(Sequence& sequence, int32_t token, Choice choice, Nanos now);
   void take_candidates(Sequence& sequence, std::span<const wire::Candidate> candidates, Nanos now);
   void deliver_beams(Group& group);
