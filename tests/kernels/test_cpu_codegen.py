@@ -62,7 +62,7 @@ def test_no_vector_leaves_its_register_inside_a_micro_kernel(strips: list[tuple[
 
 
 def test_the_widest_strip_is_nearly_all_multiply_adds(strips: list[tuple[str, list[str]]]) -> None:
-    loops = [loop for name, loop in _of(strips, "avx512") if "dense_strip<12, 64, float>" in name]
+    loops = [loop for name, loop in _of(strips, "avx512") if re.search(r"dense_strip<12, 64l?, float>", name)]
     if not loops:
         pytest.skip("not an x86 build")
     fused = sum("vfmadd" in text for text in loops[0])
