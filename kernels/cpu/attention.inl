@@ -17,6 +17,12 @@ constexpr int vectors_per_row(int rows) {
   return vectors;
 }
 
+// The powers of 16 values from position `key` on, a multiple of 16.
+inline F16 value_powers(const AttentionTile& t, int64_t key) {
+  const Fp8* powers = value_line<Fp8>(t, key / t.block_size, t.block_size);  // after the last line
+  return F16::load_powers(reinterpret_cast<const uint8_t*>(powers + key % t.block_size));
+}
+
 // scores[row][16 * i ..] for Vectors key tiles, Rows rows. Meanwhile the tiles `next` are fetched: blocks are
 // scattered, so the processor can not guess them.
 template <class Element, int Rows, int Vectors>

@@ -1,5 +1,4 @@
-// Attention over a bfloat16 or FP8 cache on AMX. Included by isa_amx.cpp last; attention.inl does the same with
-// vectors.
+// Attention over a bfloat16 cache on AMX. Included by isa_amx.cpp last; attention.inl does the same with vectors.
 //
 // Keys and values are what the matrix unit multiplies. Queries and weights go as two bfloat16 numbers each, which hold
 // them to 2^-16 of themselves; what comes of keys and values that were rounded to 2^-9 is no coarser for it. Sixteen
@@ -10,9 +9,6 @@
 //
 // The values of a step's 32 keys are multiplied where they lie if they follow each other and all of them count. Else
 // they are collected, once for all rows: blocks may lie apart, and what must not count may be anything.
-//
-// FP8 numbers are bfloat16 ones, too: a partition of them is unpacked first. The powers of keys enter the scores, those
-// of values the weights.
 //
 // Steps are counted from the partition's first key, so a row's sums are those of the same 32 keys whatever tile the row
 // is in; a key it may not see weighs 0, and a step without one it sees adds 0 (INV-10).
@@ -47,17 +43,11 @@ struct AttentionScratch {
   ScoreTile* scores;  // [kKeySteps], of one tile of rows
   Tile* last_keys;    // [kColumnTiles]: the last dims of keys, where there are fewer than 32, and zeros
   Bf16* values;       // [kKeySteps][kPairs][whole_dims][2]: values that are collected
-  // Of an FP8 cache, in the layouts of a bfloat16 one, and their powers.
-  Bf16* unpacked_keys;    // [kAttentionSplit / 16] tiles
-  Bf16* unpacked_values;  // [kAttentionSplit / 2][value_dim][2]
-  float* key_powers;      // [kAttentionSplit]
-  float* value_powers;    // [kAttentionSplit]
 
   static size_t bytes(int64_t head_dim, int64_t value_dim) {
     return static_cast<size_t>(kAttentionRows / kTileRows * steps_of(head_dim)) * sizeof(RowTile) +
            kKeySteps * sizeof(ScoreTile) + kColumnTiles * sizeof(Tile) +
-           static_cast<size_t>(kAttentionSplit * (whole_dims(value_dim) + head_dim + value_dim)) * sizeof(Bf16) +
-           2 * kAttentionSplit * sizeof(float);
+           static_cast<size_t>(kKeySteps * kGroup * whole_dims(value_dim)) * sizeof(Bf16);
   }
   static int64_t whole_dims(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
 
@@ -66,10 +56,6 @@ struct AttentionScratch {
     scores = reinterpret_cast<ScoreTile*>(query + kAttentionRows / kTileRows * steps_of(t.head_dim));
     last_keys = reinterpret_cast<Tile*>(scores + kKeySteps);
     values = reinterpret_cast<Bf16*>(last_keys + kColumnTiles);
-    unpacked_keys = values + kAttentionSplit * whole_dims(t.value_dim);
-    unpacked_values = unpacked_keys + kAttentionSplit * t.head_dim;
-    key_powers = reinterpret_cast<float*>(unpacked_values + kAttentionSplit * t.value_dim);
-    value_powers = key_powers + kAttentionSplit;
   }
 
   // Of row r for 16 keys from `key` on.
@@ -82,17 +68,10 @@ struct KeyTiles {
   const Bf16* keys[kAttentionSplit / 16];
   const Bf16* values[kAttentionSplit / 16];
 
-  KeyTiles(const AttentionTile& t, const KeyRange& range, const AttentionScratch& scratch) {
+  KeyTiles() = default;
+  KeyTiles(const AttentionTile& t, const KeyRange& range) {
     const int64_t first = range.base() / 16;
     const int64_t end = (range.end + 15) / 16;
-    if (t.type == KvType::kFp8) {
-      for (int64_t i = first; i < end; ++i) {
-        keys[i] = scratch.unpacked_keys + i * 16 * t.head_dim;
-        values[i] = scratch.unpacked_values + i * 16 * t.value_dim;
-      }
-      fill_steps(first, end);
-      return;
-    }
     int64_t block = (range.first + range.base()) / t.block_size;
     int64_t offset = (range.first + range.base()) % t.block_size;
     for (int64_t i = first; i < end; ++i) {
@@ -101,111 +80,46 @@ struct KeyTiles {
       offset += 16;
       if (offset == t.block_size) offset = 0, ++block;
     }
-    fill_steps(first, end);
-  }
-
- private:
-  // They are of two.
-  void fill_steps(int64_t first, int64_t end) {
+    // Steps are of two.
     if (first % 2 != 0) keys[first - 1] = keys[first], values[first - 1] = values[first];
     if (end % 2 != 0) keys[end] = keys[end - 1], values[end] = values[end - 1];
   }
 };
 
 // With few rows, memory is what there is to wait for, and blocks are scattered, so the processor can not guess them.
-// Values are asked for before they are needed, and the keys of the next partition while values are summed.
+// Values are asked for while scores are computed, and the keys of the next partition while values are summed.
 inline bool asks_ahead(const AttentionTile& t) { return t.tokens * t.heads <= kTileRows; }
 
-inline void ask_for(const void* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
+// 16 keys or values of so many dims.
+inline void ask_for(const Bf16* tile, int64_t dims) {
+  for (int64_t i = 0; i < dims * 16; i += 32) __builtin_prefetch(tile + i, 0, 2);
 }
 
 // The keys of the next partition, shared out to the steps of this one.
 class NextKeys {
  public:
-  NextKeys(const AttentionPartition& next, int64_t steps) {
+  NextKeys(const AttentionPartition& next, int64_t steps) : next_(next) {
     if (next.tile == nullptr) return;
     const AttentionTile& t = *next.tile;
     const KeyRange keys = visible_keys(t, next.index, t.first_position, t.first_position + t.tokens - 1);
     if (keys.begin >= keys.end) return;
-    const bool fp8 = t.type == KvType::kFp8;
-    tile_bytes_ = t.head_dim * 16 * static_cast<int64_t>(fp8 ? sizeof(Fp8) : sizeof(Bf16));
-    for (int64_t key = keys.first + keys.base(); key < keys.first + keys.end; key += 16)
-      tiles_[end_++] = fp8 ? static_cast<const void*>(key_tile<Fp8>(t, key)) : key_tile<Bf16>(t, key);
-    per_step_ = (end_ + steps - 1) / steps;
+    at_ = keys.base() / 16;
+    end_ = (keys.end + 15) / 16;
+    per_step_ = (end_ - at_ + steps - 1) / steps;
+    tiles_ = KeyTiles(t, keys);
   }
 
   void ask() {
-    for (int64_t i = 0; i < per_step_ && at_ < end_; ++i) ask_for(tiles_[at_++], tile_bytes_);
+    for (int64_t i = 0; i < per_step_ && at_ < end_; ++i, ++at_) ask_for(tiles_.keys[at_], next_.tile->head_dim);
   }
 
  private:
-  const void* tiles_[kAttentionSplit / 16];
+  AttentionPartition next_;
   int64_t at_ = 0;
   int64_t end_ = 0;
   int64_t per_step_ = 0;
-  int64_t tile_bytes_ = 0;
+  KeyTiles tiles_;
 };
-
-// 32 FP8 numbers as bfloat16 ones, divided by 256.
-TWINPLANE_INLINE inline __m512i widen(__m256i bytes) {
-  // What has no exponent: so many times 2^-9 / 256.
-  const __m512i small =
-      _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3700, 0x3780, 0x37C0, 0x3800, 0x3820, 0x3840, 0x3860));
-  const __m512i words = _mm512_cvtepi8_epi16(bytes);  // four more of the sign, exponent 4, mantissa 3
-  const __m512i digits = _mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(0x07F0));
-  const __mmask32 no_exponent = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x0078));
-  const __m512i biased = _mm512_add_epi16(digits, _mm512_set1_epi16((127 - 7 - 8) << 7));
-  const __m512i magnitude = _mm512_mask_permutexvar_epi16(biased, no_exponent, words, small);
-  return _mm512_or_si512(magnitude, _mm512_and_si512(words, _mm512_set1_epi16(INT16_MIN)));
-}
-
-// The numbers of two lines alternate.
-TWINPLANE_INLINE inline __m512i widen_pairs(const void* even, const void* odd, __mmask16 which) {
-  alignas(64) static constexpr int16_t kAlternate[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m256i both = _mm256_set_m128i(_mm_maskz_loadu_epi8(which, odd), _mm_maskz_loadu_epi8(which, even));
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kAlternate), widen(both));
-}
-
-// A tile of 16 keys.
-inline void unpack_keys(const Fp8* tile, int64_t head_dim, Bf16* out) {
-  int64_t d = 0;
-  for (; d + 1 < head_dim; d += 2)
-    _mm512_storeu_si512(out + d * 16, widen_pairs(tile + d * 16, tile + (d + 1) * 16, 0xFFFF));
-  if (d == head_dim) return;
-  const __m256i line = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tile + d * 16)));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d * 16), _mm512_castsi512_si256(widen(line)));
-}
-
-// Those of 16 keys.
-inline void unpack_values(const Fp8* line, int64_t value_dim, Bf16* out) {
-  for (int64_t key = 0; key < 16; key += 2, line += 2 * value_dim, out += 2 * value_dim) {
-    for (int64_t d = 0; d < value_dim; d += 16) {
-      const int64_t left = value_dim - d;
-      const __mmask16 dims = left >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << left) - 1);
-      _mm512_mask_storeu_epi32(out + 2 * d, dims, widen_pairs(line + d, line + value_dim + d, dims));
-    }
-  }
-}
-
-// An FP8 partition to the scratch.
-[[gnu::noinline]] void unpack_partition(const AttentionTile& t, const KeyRange& range,
-                                        const AttentionScratch& scratch) {
-  const auto values_of = [&](int64_t key) {
-    return value_line<Fp8>(t, (range.first + key) / t.block_size, (range.first + key) % t.block_size);
-  };
-  for (int64_t key = range.base(); key < range.end; key += 16) {
-    if (asks_ahead(t)) ask_for(values_of(key), 16 * t.value_dim);
-    const Fp8* tile = key_tile<Fp8>(t, range.first + key);
-    unpack_keys(tile, t.head_dim, scratch.unpacked_keys + key * t.head_dim);
-    F16::load_powers(reinterpret_cast<const uint8_t*>(tile + t.head_dim * 16)).store(scratch.key_powers + key);
-  }
-  for (int64_t key = range.base(); key < range.end; key += 16) {
-    unpack_values(values_of(key), t.value_dim, scratch.unpacked_values + key * t.value_dim);
-    value_powers(t, range.first + key).store(scratch.value_powers + key);
-  }
-}
 
 // The values of each step: pairs of keys `stride` elements apart.
 struct ValueSteps {
@@ -360,25 +274,12 @@ TWINPLANE_INLINE inline void score_columns(const AttentionTile& t, const KeyTile
                                    const RowTile* query, const AttentionScratch& scratch) {
   const int64_t end = (keys.end + kGroup - 1) / kGroup * 2;
   for (int64_t i = keys.begin / kGroup * 2; i < end; i += kColumnTiles) {
-    if (asks_ahead(t) && t.type == KvType::kBfloat16) {
-      for (int64_t tile = i; tile < end && tile < i + kColumnTiles; ++tile)
-        ask_for(from.values[tile], t.value_dim * 16 * static_cast<int64_t>(sizeof(Bf16)));
-    }
+    if (asks_ahead(t))
+      for (int64_t tile = i; tile < end && tile < i + kColumnTiles; ++tile) ask_for(from.values[tile], t.value_dim);
     if (i + kColumnTiles <= end) {
       score_columns<kColumnTiles>(t, from, i, query, scratch);
     } else {
       score_columns<kColumnTiles / 2>(t, from, i, query, scratch);
-    }
-  }
-}
-
-// Of an FP8 cache: the keys' powers are missing yet.
-void scale_scores(const KeyRange& keys, const AttentionScratch& scratch, int64_t rows) {
-  for (int64_t key = keys.base(); key < keys.end; key += 16) {
-    const F16 powers = F16::load(scratch.key_powers + key);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* scores = scratch.scores_at(key, r);
-      (F16::load(scores) * powers).store(scores);
     }
   }
 }
@@ -406,9 +307,8 @@ inline float greatest_score(const KeyRange& row, const AttentionScratch& scratch
   return greatest[0].max(greatest[1]).greatest();
 }
 
-// Row r of the scores of some steps -> pieces of its weights, which are added to `total`. Powers: of an FP8 cache,
-// whose values lack theirs.
-template <int Steps, bool Powers>
+// Row r of the scores of some steps -> pieces of its weights, which are added to `total`.
+template <int Steps>
 TWINPLANE_INLINE inline void weigh_steps(const Weights& weights, const KeyRange& row, float greatest,
                                          const AttentionScratch& scratch, int64_t r, int64_t first, F16 (&total)[2]) {
   F16 weight[2 * Steps];
@@ -417,30 +317,20 @@ TWINPLANE_INLINE inline void weigh_steps(const Weights& weights, const KeyRange&
   });
   weights.weigh(weight, greatest);
   const int64_t key = first * kGroup;
-  const auto keep = [&]() TWINPLANE_INLINE {
-    if (key >= row.begin && key + Steps * kGroup <= row.end) return;
+  if (key < row.begin || key + Steps * kGroup > row.end) {
     unroll<2 * Steps>(
         [&](auto i) TWINPLANE_INLINE { weight[i.value] = row.keep(key + 16 * i.value, weight[i.value], F16::zero()); });
-  };
-  keep();
-  unroll<2 * Steps>([&](auto i) TWINPLANE_INLINE { total[i.value % 2] = total[i.value % 2] + weight[i.value]; });
-  if constexpr (Powers) {
-    unroll<2 * Steps>([&](auto i) TWINPLANE_INLINE {
-      weight[i.value] = weight[i.value] * F16::load(scratch.value_powers + key + 16 * i.value);
-    });
-    keep();  // what nobody sees may be infinite
   }
+  unroll<2 * Steps>([&](auto i) TWINPLANE_INLINE { total[i.value % 2] = total[i.value % 2] + weight[i.value]; });
   unroll<Steps>([&](auto i) TWINPLANE_INLINE {
     store_pieces(weight[2 * i.value], weight[2 * i.value + 1], scratch.scores[first + i.value].weights, r);
   });
 }
 
 // Scores of a tile of rows, the first of which is row `first` of `t`, -> weights.
-template <bool Powers>
 [[gnu::noinline]] void weigh_tile(const AttentionTile& t, const KeyRange& keys, int64_t partition, int64_t first,
                                   int64_t rows, const AttentionScratch& scratch, SoftmaxState* states) {
   const Weights weights(t);
-  if constexpr (Powers) scale_scores(keys, scratch, rows);
   if (weights.softcap > 0) cap_scores(weights, keys, scratch, rows);
   KeyRange visible[kTileRows];
   float greatest[kTileRows];
@@ -456,8 +346,8 @@ template <bool Powers>
     F16 total[2] = {F16::zero(), F16::zero()};
     int64_t step = keys.begin / kGroup;
     for (; step + kTogether <= end; step += kTogether)
-      weigh_steps<kTogether, Powers>(weights, visible[r], greatest[r], scratch, r, step, total);
-    for (; step < end; ++step) weigh_steps<1, Powers>(weights, visible[r], greatest[r], scratch, r, step, total);
+      weigh_steps<kTogether>(weights, visible[r], greatest[r], scratch, r, step, total);
+    for (; step < end; ++step) weigh_steps<1>(weights, visible[r], greatest[r], scratch, r, step, total);
     states[r] = {greatest[r], (total[0] + total[1]).sum()};
   }
 }
@@ -502,7 +392,7 @@ size_t attention_scratch(int64_t head_dim, int64_t value_dim) {
 }
 
 void attention_query(const AttentionTile& t, void* memory) {
-  if (t.type == KvType::kFloat32) return avx512::kTable.attention_query(t, memory);
+  if (t.type != KvType::kBfloat16) return avx512::kTable.attention_query(t, memory);
   const AttentionScratch scratch(t, memory);
   for (int64_t row = 0; row < t.tokens * t.heads; ++row) {
     const float* query = t.query + row / t.heads * t.query_stride + row % t.heads * t.head_dim;
@@ -513,7 +403,7 @@ void attention_query(const AttentionTile& t, void* memory) {
 void attention_partition(const AttentionPartition& now, const AttentionPartition& next, SoftmaxState* states,
                          float* sums, void* memory) {
   const AttentionTile& t = *now.tile;
-  if (t.type == KvType::kFloat32) return avx512::kTable.attention_partition(now, next, states, sums, memory);
+  if (t.type != KvType::kBfloat16) return avx512::kTable.attention_partition(now, next, states, sums, memory);
   const int64_t partition = now.index;
   const AttentionScratch scratch(t, memory);
   const int64_t rows = t.tokens * t.heads;
@@ -523,17 +413,14 @@ void attention_partition(const AttentionPartition& now, const AttentionPartition
     return;
   }
   shape_tiles({rows < kTileRows ? rows : kTileRows, 2 * kGroup, kPairs});
-  const bool fp8 = t.type == KvType::kFp8;
-  if (fp8) unpack_partition(t, keys, scratch);
-  const KeyTiles from(t, keys, scratch);
+  const KeyTiles from(t, keys);
   NextKeys next_keys(asks_ahead(t) ? next : AttentionPartition{}, steps_of(keys.end) - keys.begin / kGroup);
   const ValueSteps values(t, keys, from, scratch);
   for (int64_t first = 0; first < rows; first += kTileRows) {
     const RowTile* query = scratch.query + first / kTileRows * steps_of(t.head_dim);
     score_tiles(t, keys, from, query, scratch);
     const int64_t count = rows - first < kTileRows ? rows - first : kTileRows;
-    const auto weigh = fp8 ? weigh_tile<true> : weigh_tile<false>;
-    weigh(t, keys, partition, first, count, scratch, states + first);
+    weigh_tile(t, keys, partition, first, count, scratch, states + first);
     sum_values(t, keys, values, scratch, count, sums + first * t.value_dim, next_keys);
   }
 }

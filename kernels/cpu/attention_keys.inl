@@ -48,12 +48,6 @@ inline const Element* value_line(const AttentionTile& t, int64_t block, int64_t 
   return static_cast<const Element*>(t.values) + t.table[block] * t.value_block_stride + offset * t.value_dim;
 }
 
-// The powers of 16 values from position `key` on, a multiple of 16.
-inline F16 value_powers(const AttentionTile& t, int64_t key) {
-  const Fp8* powers = value_line<Fp8>(t, key / t.block_size, t.block_size);  // after the last line
-  return F16::load_powers(reinterpret_cast<const uint8_t*>(powers + key % t.block_size));
-}
-
 inline constexpr float kLog2E = 1.44269504f;
 
 // From scores, products of queries and keys, to weights e^(scale (score - greatest)): powers of two.
