@@ -4,6 +4,7 @@
 the share aimed at. Ceilings, all with the same threads:
 
 - one row of activations, decodes of attention: the rate at which this machine reads memory, of a working set as large as theirs
+- a decode step of one sequence, all layers and the head: the same, of as many bytes as its weights have
 - float32 linears of many rows: the best that torch reaches in this run on any of these shapes; beside it, torch on the same shape
 - linears with int8 activations and many rows: the same linear in floats
 - prompt chunks of attention: the rate of fused multiply-adds in registers
@@ -20,6 +21,7 @@ import torch
 from twinplane.data_plane.kv_cache import KV_DTYPES, kv_dtype_name
 from twinplane.kernels import _cpu
 from twinplane.kernels.cpu import ops
+from twinplane.kernels.decoder import Decoder, DecoderLayer, DecoderStep
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # (out, in) of SmolLM2-135M's layer: qkv, output, gate and up, down
 _COLD_BYTES = 512 << 20  # weights cycled through for one row: more than a decode finds in caches that are its own
@@ -62,17 +64,17 @@ def _seconds(work: Callable[[], object], repeats: int) -> float:
     return best
 
 
+def _packed(kind: str, activations: ops.Activations, weight: torch.Tensor) -> _cpu.PackedLinear:
+    if kind in ("float32", "bfloat16"):
+        return ops.pack_linear(weight.to(getattr(torch, kind)))
+    return ops.quantize_linear(weight, kind, None, activations)  # type: ignore[arg-type]
+
+
 def _linears(kind: str, activations: ops.Activations, out_features: int, in_features: int, num_bytes: int) -> list[_cpu.PackedLinear]:
     """As many as exceed `num_bytes`, each with weights of its own."""
     weight = torch.randn(out_features, in_features)
-
-    def one() -> _cpu.PackedLinear:
-        if kind in ("float32", "bfloat16"):
-            return ops.pack_linear(weight.to(getattr(torch, kind)))
-        return ops.quantize_linear(weight, kind, None, activations)  # type: ignore[arg-type]
-
-    first = one()
-    return [first, *(one() for _ in range(max(1, num_bytes // first.nbytes)))]
+    first = _packed(kind, activations, weight)
+    return [first, *(_packed(kind, activations, weight) for _ in range(max(1, num_bytes // first.nbytes)))]
 
 
 def _shape(rows: int, out_features: int, in_features: int) -> str:
@@ -100,6 +102,48 @@ def bench_decode(bandwidth: float, repeats: int, cold_bytes: int) -> list[Line]:
             seconds = _seconds(lambda x=x, out=out, linears=linears: [linear(x, out) for linear in linears], repeats)  # type: ignore[misc]
             rate = sum(linear.nbytes for linear in linears) / seconds / 1e9
             lines.append(_line(_name(kind, activations), _shape(1, out_features, in_features), rate, bandwidth, "GB/s", _DECODE_GOAL))
+    return lines
+
+
+def bench_step(repeats: int, cold_bytes: int) -> list[Line]:
+    """One sequence's step at a context of 128 on a model of SmolLM2-135M's shapes: bytes of weights per second."""
+    heads, kv_heads, dim, hidden, context, block = 9, 3, 64, 576, 128, 32
+    num_layers, vocabulary = (30, 49152) if cold_bytes >= _COLD_BYTES else (1, 1024)
+    norm = torch.ones(hidden)
+    lines = []
+    for kind, activations in _FORMATS:
+        layers, num_bytes = [], 0
+        for _ in range(num_layers):
+            parts = [_packed(kind, activations, torch.randn(shape)) for shape in SHAPES]
+            qkv, output, gate_up, down = parts
+            layers.append(DecoderLayer(norm, qkv, None, None, output, norm, gate_up, down, window=0))
+            num_bytes += sum(part.nbytes for part in parts)
+        head = _packed(kind, activations, torch.randn(vocabulary, hidden))
+        num_bytes += head.nbytes
+        model = Decoder(head, layers, norm, head)
+        dtype = torch.float32 if activations == "float" else torch.bfloat16  # the default beside each
+        caches = [ops.allocate_kv(context // block, kv_heads, block, dim, dim, dtype, "cpu") for _ in layers]
+        for cache in (cache for pair in caches for cache in pair):
+            cache.zero_()
+        step = DecoderStep(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            scale=dim**-0.5,
+            eps=1e-5,
+            cos=torch.ones(context, dim // 2),
+            sin=torch.zeros(context, dim // 2),
+            positions=torch.tensor([context - 1]),
+            slots=torch.tensor([context - 1]),
+            block_tables=torch.arange(context // block, dtype=torch.int32).view(1, -1),
+            context_lens=torch.tensor([context], dtype=torch.int32),
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+        )
+        keys, values = [pair[0] for pair in caches], [pair[1] for pair in caches]
+        arguments = (model, torch.tensor([7]), step, torch.tensor([0]), keys, values)
+        seconds = _seconds(lambda arguments=arguments: ops.decoder_logits(*arguments), 5 * repeats)  # type: ignore[misc]
+        ceiling = _cpu.measure_read_bandwidth(max(1, num_bytes >> 20))
+        name = f"decode step {_name(kind, activations).removeprefix('linear ')}"
+        lines.append(_line(name, f"1 row, {num_bytes / 1e6:.0f} MB", num_bytes / seconds / 1e9, ceiling, "GB/s", _DECODE_GOAL))
     return lines
 
 
@@ -174,7 +218,8 @@ def run(repeats: int = 3, cold_bytes: int = _COLD_BYTES, warm_bytes: int = _WARM
     torch.set_num_threads(1)
     try:
         bandwidth, fma = _cpu.measure_read_bandwidth(max(1, cold_bytes >> 20)), _cpu.measure_fma_rate()
-        lines = bench_decode(bandwidth, repeats, cold_bytes)
+        lines = bench_step(repeats, cold_bytes)
+        lines += bench_decode(bandwidth, repeats, cold_bytes)
         products, torch_best = bench_gemm(repeats, warm_bytes)
         lines += products
         for dtype in KV_DTYPES.values():

@@ -22,6 +22,8 @@ def test_the_benchmark_holds_every_kernel_against_a_measured_ceiling() -> None:
     lines = figures["kernels"]
     kernels = {line["kernel"] for line in lines}
     assert kernels >= {
+        "decode step float32",
+        "decode step Q8_0 int8",
         "linear float32",
         "linear Q4_1 int8",
         "linear Q8_0 int8 / floats",

@@ -83,6 +83,16 @@ def test_fp8_keeps_the_nearest_number_of_the_head_s_scale(isa: str) -> None:
     assert (error <= torch.maximum(v.double().abs() / 16, greatest * 2.0**-17)).all()  # the stated bound
 
 
+def test_fp8_s_smallest_numbers_count(isa: str) -> None:
+    """Those that have no exponent of their own (below 2^-6 where the greatest of a head is 448)."""
+    batch = paged_batch([40], [1], head_dim=32, dtype=torch.float32)
+    batch.keys[0].zero_()  # all weigh the same
+    batch.values[0][:] = torch.arange(-16, 16) * 2.0**-9
+    batch.values[0][..., -1] = 448
+    want = dense_attention(batch, 32**-0.5)
+    torch.testing.assert_close(attend(batch, torch.float8_e4m3fn).double(), want, rtol=1e-5, atol=1e-7)
+
+
 def test_fp8_zeros_stay_zeros_and_what_is_not_finite_spoils_its_own_head_only(isa: str) -> None:
     v = torch.randn(4, 2, 20, generator=torch.Generator().manual_seed(0))
     v[0, 0] = 0
