@@ -123,24 +123,22 @@ Plan plan_tiles(const AttentionBatch& batch, const KvCache& cache) {
   const auto plan_sequence = [&](int64_t s) {
     const int64_t begin = batch.query_start[s];
     const int64_t end = batch.query_start[s + 1];
-    for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head) {
+    for_heads([&](int64_t kv_head, int64_t first_head, int64_t heads) {
       for (int64_t token = begin; token < end; token += tokens_per_tile) {
         const int64_t tokens = std::min(tokens_per_tile, end - token);
         const int64_t position = batch.context_lens[s] - (end - token);
         const int64_t oldest = batch.window > 0 ? std::max<int64_t>(0, position - batch.window + 1) : 0;
-        for (int64_t head = 0; head < group; head += heads_per_tile) {
-          plan.tiles.push_back({.sequence = s,
-                                .kv_head = kv_head,
-                                .first_head = kv_head * group + head,
-                                .heads = std::min(heads_per_tile, group - head),
-                                .first_token = token,
-                                .tokens = tokens,
-                                .first_position = position,
-                                .first_partition = oldest / kAttentionSplit,
-                                .end_partition = (position + tokens - 1) / kAttentionSplit + 1});
-        }
+        plan.tiles.push_back({.sequence = s,
+                              .kv_head = kv_head,
+                              .first_head = first_head,
+                              .heads = heads,
+                              .first_token = token,
+                              .tokens = tokens,
+                              .first_position = position,
+                              .first_partition = oldest / kAttentionSplit,
+                              .end_partition = (position + tokens - 1) / kAttentionSplit + 1});
       }
-    }
+    });
   };
   for (int64_t s = 0; s < batch.num_sequences;) {
     const Family family = family_of(batch, cache, s);

@@ -100,28 +100,41 @@ void linear_rows_agree(WeightKind kind, int64_t out, int64_t in,
   rows_agree(kernels::PackedLinear::concat({&part, &part}), in);
 }
 
-// A chunk at the end of a context that ends inside its last block, the cache sized exactly.
+// A cache whose memory is sized exactly.
+struct TestCache {
+  kernels::KvCache cache;
+  std::vector<uint8_t> keys;
+  std::vector<uint8_t> values;
+
+  TestCache(kernels::KvType type, int64_t blocks, int64_t kv_heads, int64_t block_size, int64_t head_dim,
+            int64_t value_dim)
+      : cache{.keys = nullptr,
+              .values = nullptr,
+              .type = type,
+              .num_blocks = blocks,
+              .num_kv_heads = kv_heads,
+              .block_size = block_size,
+              .head_dim = head_dim,
+              .value_dim = value_dim,
+              .key_block_stride = 0,
+              .value_block_stride = 0} {
+    cache.key_block_stride = kv_heads * cache.key_head_elements();
+    cache.value_block_stride = kv_heads * cache.value_head_elements();
+    keys.resize(static_cast<size_t>(blocks * cache.key_block_stride * cache.element_bytes()));
+    values.resize(static_cast<size_t>(blocks * cache.value_block_stride * cache.element_bytes()));
+    cache.keys = keys.data();
+    cache.values = values.data();
+  }
+};
+
+// A chunk at the end of a context that ends inside its last block.
 void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, int64_t window,
                           kernels::KvType type = kernels::KvType::kFloat32, int64_t block_size = 16) {
   constexpr int64_t kHeads = 6, kKvHeads = 2, kChunk = 9;
   kernels::Pool& pool = kernels::Pool::instance();
   const int64_t blocks = (context + block_size - 1) / block_size;
-  kernels::KvCache cache{.keys = nullptr,
-                         .values = nullptr,
-                         .type = type,
-                         .num_blocks = blocks,
-                         .num_kv_heads = kKvHeads,
-                         .block_size = block_size,
-                         .head_dim = head_dim,
-                         .value_dim = value_dim,
-                         .key_block_stride = 0,
-                         .value_block_stride = 0};
-  cache.key_block_stride = kKvHeads * cache.key_head_elements();
-  cache.value_block_stride = kKvHeads * cache.value_head_elements();
-  std::vector<uint8_t> keys(static_cast<size_t>(blocks * cache.key_block_stride * cache.element_bytes()));
-  std::vector<uint8_t> values(static_cast<size_t>(blocks * cache.value_block_stride * cache.element_bytes()));
-  cache.keys = keys.data();
-  cache.values = values.data();
+  const TestCache memory(type, blocks, kKvHeads, block_size, head_dim, value_dim);
+  const kernels::KvCache& cache = memory.cache;
   std::vector<int64_t> slots(static_cast<size_t>(context));
   std::vector<int32_t> table(static_cast<size_t>(blocks));
   for (int64_t i = 0; i < context; ++i)
@@ -165,22 +178,8 @@ void attention_rows_agree(int64_t head_dim, int64_t value_dim, int64_t context, 
 void samples_agree(kernels::KvType type, int64_t samples) {
   constexpr int64_t kHeads = 6, kKvHeads = 2, kDim = 32, kBlock = 32, kShared = 2 * kernels::kAttentionSplit / kBlock;
   kernels::Pool& pool = kernels::Pool::instance();
-  kernels::KvCache cache{.keys = nullptr,
-                         .values = nullptr,
-                         .type = type,
-                         .num_blocks = kShared + samples,
-                         .num_kv_heads = kKvHeads,
-                         .block_size = kBlock,
-                         .head_dim = kDim,
-                         .value_dim = kDim,
-                         .key_block_stride = 0,
-                         .value_block_stride = 0};
-  cache.key_block_stride = kKvHeads * cache.key_head_elements();
-  cache.value_block_stride = kKvHeads * cache.value_head_elements();
-  std::vector<uint8_t> keys(static_cast<size_t>(cache.num_blocks * cache.key_block_stride * cache.element_bytes()));
-  std::vector<uint8_t> values(static_cast<size_t>(cache.num_blocks * cache.value_block_stride * cache.element_bytes()));
-  cache.keys = keys.data();
-  cache.values = values.data();
+  const TestCache memory(type, kShared + samples, kKvHeads, kBlock, kDim, kDim);
+  const kernels::KvCache& cache = memory.cache;
   const int64_t tokens = cache.num_blocks * kBlock;
   std::vector<int64_t> slots(static_cast<size_t>(tokens));
   for (int64_t i = 0; i < tokens; ++i) slots[static_cast<size_t>(i)] = i;
