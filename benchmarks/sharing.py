@@ -7,6 +7,8 @@ each of them. The saving is the mean over all steps of 1 - (distinct blocks held
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,9 +80,20 @@ def _saving(scheduler: _core.Scheduler) -> float | None:
     return 1 - len({block for table in tables for block in table}) / held if len(tables) > 1 and held else None
 
 
-def run(tokens: int = 128, *, prompts: int = len(PROMPTS), block_size: int = 16) -> dict[str, object]:
-    """``beams`` and ``samples``: per width the percentage of blocks saved, over the first ``prompts`` built-in prompts and ``tokens``
-    new tokens each."""
+def _prompts(encode: Callable[[str], list[int]], length: int) -> list[NDArray[np.int32]]:
+    """The built-in ones; with a `length`, the first so many tokens of each paragraph of the sample text that has them."""
+    if length == 0:
+        return [np.array(encode(prompt), np.int32) for prompt in PROMPTS]
+    paragraphs = [encode(line) for line in (Path(__file__).parent / "quality_sample.txt").read_text(encoding="utf-8").splitlines()]
+    whole = [np.array(ids[:length], np.int32) for ids in paragraphs if len(ids) >= length]
+    if not whole:
+        raise ValueError(f"prompt_tokens is {length}; the longest paragraph has {max(map(len, paragraphs))}")
+    return whole
+
+
+def run(tokens: int = 128, *, prompts: int = len(PROMPTS), prompt_tokens: int = 0, block_size: int = 16) -> dict[str, object]:
+    """``beams`` and ``samples``: per width the percentage of blocks saved, over the first ``prompts`` prompts and ``tokens`` new tokens
+    each. ``prompt_tokens``: 0 for the built-in prompts (12 to 26), or the length of longer ones."""
     card = read_model_card(demo_model())
     config, cls = text_config(card), model_class(card)
     device, source = CpuDevice(), open_weights(card)
@@ -89,15 +102,14 @@ def run(tokens: int = 128, *, prompts: int = len(PROMPTS), block_size: int = 16)
     core = _core.CoreConfig(max_rows=8, max_step_tokens=256, max_chunk_tokens=256, max_model_len=512, depth=1)
     pool = _core.Pool(num_blocks=256, block_size=block_size)
     device.allocate_kv(spec, 256)
-    tokenizer = load_tokenizer(card.path)
+    texts = _prompts(load_tokenizer(card.path).encode, prompt_tokens)[:prompts]
 
-    def measure(prompt: str, **params: object) -> list[float]:
+    def measure(ids: NDArray[np.int32], **params: object) -> list[float]:
         scheduler = _core.Scheduler(core)
         capacities = Capacities(*_core.capacities_for(core, pool))
         scheduler.attach(pool, list(capacities))
         rings = _Rings(capacities)
         worker = Worker(device, rings, block_size=block_size, num_blocks=256, max_model_len=512, vocab_size=cls.shape(config).vocab_size)
-        ids = np.array(tokenizer.encode(prompt), np.int32)
         refusal = scheduler.submit(1, ids, _core.RequestParams(max_tokens=tokens, **params), 1)  # type: ignore[arg-type]
         if refusal is not None:
             raise ValueError(refusal.message)
@@ -113,11 +125,12 @@ def run(tokens: int = 128, *, prompts: int = len(PROMPTS), block_size: int = 16)
         return savings
 
     def mean(**params: object) -> float:
-        savings = [saving for prompt in PROMPTS[:prompts] for saving in measure(prompt, **params)]
+        savings = [saving for ids in texts for saving in measure(ids, **params)]
         return round(100 * float(np.mean(savings)), 1)
 
     return {
         "tokens": tokens,
+        "prompts": [len(ids) for ids in texts],
         "beams": {width: mean(beam_width=width) for width in (2, 4, 6)},
         "samples": {n: mean(n=n, temperature=1.0, seed=1) for n in (2, 4, 6)},
     }

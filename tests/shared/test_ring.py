@@ -297,9 +297,11 @@ def test_arrays_stay_valid_after_close_and_every_call_is_refused(ends: Ends) -> 
 
 
 WAIT_FOREVER = """
+import signal
 import sys
 from twinplane.shared import segment
 from twinplane.shared._shm import DataEnd
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 end = DataEnd(segment.open_segment(sys.argv[1]), 1)
 print("waiting", flush=True)
 try:
