@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ _EXACT = "arithmetic is float32"
 _NO_HALF = "float16 is not computed on CPUs: use float32 (exact for float16 weights), or bfloat16 (half the memory, coarser values)"
 
 
-_PIECE_BYTES = 8 << 20  # made ready at a time
+_PIECE_BYTES = 4 << 20  # made ready at a time
+_LEAD = 1.25  # as many bytes are made ready as new blocks can need at most, and a quarter more
 
 
 class CpuDevice(Device):
@@ -128,21 +130,34 @@ class CpuDevice(Device):
             self._swapped = KVCache(spec, num_host_blocks, self.ops, self.name)
         if self._native:
             self._unsettled = self._populate()
+            self._bytes_per_token, self._behind_bytes = spec.bytes_per_token, 0.0
 
     def settle(self) -> bool:
         return next(self._unsettled, False)
 
     def _populate(self) -> Iterator[bool]:
-        """Have memory behind the pools, piece by piece: clearing gigabytes takes the system seconds."""
+        """Have memory behind the pools, piece by piece: clearing gigabytes takes the system seconds. The blocks that are given out first
+        come first, of all layers."""
         from twinplane.kernels import _cpu
 
-        for array in (*self._cache.k, *self._cache.v, *self._swapped.k, *self._swapped.v):
-            for piece in torch.split(array.view(-1), _PIECE_BYTES // array.itemsize):
-                if not _cpu.populate(piece):
-                    return
-                yield True
+        for pool in (self._cache, self._swapped):
+            arrays = [torch.split(array.view(-1), _PIECE_BYTES // array.itemsize) for array in (*pool.k, *pool.v)]
+            for pieces in zip_longest(*arrays):
+                for piece in pieces:
+                    if piece is not None and not _cpu.populate(piece):
+                        return
+                    yield True
+
+    def _stay_ahead(self, tokens: int) -> None:
+        """Where there is always something to compute, `settle` is never called. Then memory comes with the steps, as fast as they can
+        use it up: else a step that is the first to write to new memory waits for all layers' pages at once."""
+        self._behind_bytes += _LEAD * tokens * self._bytes_per_token
+        while self._behind_bytes >= _PIECE_BYTES and self.settle():
+            self._behind_bytes -= _PIECE_BYTES
 
     def forward(self, batch: Batch) -> Tensor:
+        if self._native:
+            self._stay_ahead(batch.num_tokens)
         return self._model.forward(batch, self._cache)
 
     def swap_out(self, swaps: NDArray[Any]) -> None:
