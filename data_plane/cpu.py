@@ -144,7 +144,9 @@ class CpuDevice(Device):
             arrays = [torch.split(array.view(-1), _PIECE_BYTES // array.itemsize) for array in (*pool.k, *pool.v)]
             for pieces in zip_longest(*arrays):
                 for piece in pieces:
-                    if piece is not None and not _cpu.populate(piece):
+                    if piece is None or piece.nbytes == 0:
+                        continue
+                    if not _cpu.populate(piece):
                         return
                     yield True
 
