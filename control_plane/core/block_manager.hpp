@@ -79,7 +79,7 @@ class BlockManager {
   }
 
   // So many blocks are about to be asked for, one by one: what of them must be evicted is evicted now, run by run.
-  // There must be so many free ones.
+  // There must be so many free or cached ones.
   void make_room(BlockCount blocks);
 
   // One more block of its own, the next one of the sequence; there must be a free one.

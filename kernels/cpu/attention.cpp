@@ -216,11 +216,6 @@ AttentionPartition first_partition(const TileSpec& spec, const AttentionTile& ti
                                                    : AttentionPartition{};
 }
 
-// Whether a worker's share of so many tiles goes on behind this one.
-bool goes_on(const Pool& pool, int64_t tiles, int64_t tile, int worker) {
-  return tile + 1 < pool.first_tile(tiles, worker + 1);
-}
-
 // Parts of tiles, computed in parallel.
 class Parts {
  public:
@@ -232,7 +227,7 @@ class Parts {
     const int64_t count = static_cast<int64_t>(parts.size());
     const auto compute = [&](int64_t i, void* scratch, int worker) {
       const Part& part = parts[static_cast<size_t>(i)];
-      const Part& after = parts[static_cast<size_t>(goes_on(pool, count, i, worker) ? i + 1 : i)];
+      const Part& after = parts[static_cast<size_t>(pool.goes_on(count, i, worker) ? i + 1 : i)];
       const AttentionTile tile = tile_of(c.batch, c.cache, part.tile);
       const AttentionTile next = tile_of(c.batch, c.cache, after.tile);
       const TileState state = at(i);
@@ -341,7 +336,7 @@ void paged_attention(Pool& pool, const AttentionBatch& batch, const KvCache& cac
   const size_t states = 2 * TileState::floats(cache.value_dim) * sizeof(float);
   const int64_t count = static_cast<int64_t>(tiles.size());
   const auto attend = [&](int64_t i, void* scratch, int worker) {
-    const TileSpec& after = tiles[static_cast<size_t>(goes_on(pool, count, i, worker) ? i + 1 : i)];
+    const TileSpec& after = tiles[static_cast<size_t>(pool.goes_on(count, i, worker) ? i + 1 : i)];
     attend_whole(context, tiles[static_cast<size_t>(i)], after, parts, static_cast<float*>(scratch));
   };
   pool.run_indexed(count, states + scratch_bytes, attend);

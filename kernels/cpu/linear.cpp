@@ -286,9 +286,8 @@ void PackedLinear::run(Pool& pool, const Rows& x, MutableRows out, const float* 
   const int64_t all_panels = static_cast<int64_t>(panels_.size());
   const TilePlan plan = plan_tiles(x.rows, all_panels, panel_bytes(), strip_rows(), pool.threads());
   const auto next_tile = [&](int64_t tile, int worker) {
-    return tile + 1 < pool.first_tile(plan.tiles(), worker + 1)
-               ? panels_[static_cast<size_t>(plan.first_panel(tile + 1))].data
-               : upcoming(pool, after, x.rows, worker).parts[0].data;
+    return pool.goes_on(plan.tiles(), tile, worker) ? panels_[static_cast<size_t>(plan.first_panel(tile + 1))].data
+                                                    : upcoming(pool, after, x.rows, worker).parts[0].data;
   };
   const auto product = [&](int64_t tile, void* scratch, int worker) {
     float* acc = static_cast<float*>(scratch);
@@ -357,9 +356,8 @@ void PackedLinear::run_gated_pairs(Pool& pool, const Rows& x, MutableRows out, A
   const int64_t half_panels = static_cast<int64_t>(panels_.size()) / 2;
   const TilePlan plan = plan_tiles(x.rows, half_panels, 2 * panel_bytes(), strip_rows(), pool.threads());
   const auto next_tile = [&](int64_t tile, int worker) {
-    return tile + 1 < pool.first_tile(plan.tiles(), worker + 1)
-               ? panels_[static_cast<size_t>(plan.first_panel(tile + 1))].data
-               : upcoming(pool, after, x.rows, worker).parts[0].data;
+    return pool.goes_on(plan.tiles(), tile, worker) ? panels_[static_cast<size_t>(plan.first_panel(tile + 1))].data
+                                                    : upcoming(pool, after, x.rows, worker).parts[0].data;
   };
   const auto product = [&](int64_t tile, void* scratch, int worker) {
     float* gate = static_cast<float*>(scratch);

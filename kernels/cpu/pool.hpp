@@ -68,6 +68,9 @@ class Pool {
   // greatest share: it begins first.
   int64_t first_tile(int64_t tiles, int worker) const { return (tiles * worker + threads() - 1) / threads(); }
 
+  // Whether the worker's share goes on behind a tile of it: then it will probably be given the next one.
+  bool goes_on(int64_t tiles, int64_t tile, int worker) const { return tile + 1 < first_tile(tiles, worker + 1); }
+
   // Calls `tile(index, scratch)` for every index in [0, tiles), in any order and on any thread, and returns when all
   // are done. `scratch` is the calling thread's own, of at least `scratch_bytes`. `tile` must not throw and must not
   // call run() itself. Calls from several threads are served one after another. tiles <= kMaxTiles.
