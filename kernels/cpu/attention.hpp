@@ -28,7 +28,7 @@ struct KvCache {
   int64_t value_head_elements() const { return (value_dim + powers()) * block_size; }
   // Of token `offset` of a block, its first value.
   int64_t first_value(int64_t offset) const {
-    return type == KvType::kBfloat16 ? offset / 2 * 2 * value_dim + offset % 2 : offset * value_dim;
+    return type == KvType::kFloat32 ? offset * value_dim : offset / 2 * 2 * value_dim + offset % 2;
   }
   int64_t element_bytes() const {
     return type == KvType::kFloat32 ? sizeof(float) : type == KvType::kBfloat16 ? sizeof(Bf16) : sizeof(Fp8);

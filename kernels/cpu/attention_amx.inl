@@ -392,7 +392,7 @@ size_t attention_scratch(int64_t head_dim, int64_t value_dim) {
 }
 
 void attention_query(const AttentionTile& t, void* memory) {
-  if (t.type != KvType::kBfloat16) return avx512::kTable.attention_query(t, memory);
+  if (t.type != KvType::kBfloat16) return avx512_bf16::attention_query(t, memory);
   const AttentionScratch scratch(t, memory);
   for (int64_t row = 0; row < t.tokens * t.heads; ++row) {
     const float* query = t.query + row / t.heads * t.query_stride + row % t.heads * t.head_dim;
@@ -403,7 +403,7 @@ void attention_query(const AttentionTile& t, void* memory) {
 void attention_partition(const AttentionPartition& now, const AttentionPartition& next, SoftmaxState* states,
                          float* sums, void* memory) {
   const AttentionTile& t = *now.tile;
-  if (t.type != KvType::kBfloat16) return avx512::kTable.attention_partition(now, next, states, sums, memory);
+  if (t.type != KvType::kBfloat16) return avx512_bf16::attention_partition(now, next, states, sums, memory);
   const int64_t partition = now.index;
   const AttentionScratch scratch(t, memory);
   const int64_t rows = t.tokens * t.heads;

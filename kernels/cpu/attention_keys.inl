@@ -34,7 +34,14 @@ template <class Element>
 inline constexpr bool kHasPowers = sizeof(Element) == 1;  // FP8, see KvType
 
 template <class Element>
-inline constexpr bool kInPairs = sizeof(Element) == 2;  // bfloat16
+inline constexpr bool kInPairs = sizeof(Element) < 4;  // bfloat16 and FP8
+
+// Where an instruction set multiplies pairs at once, specialized: rows of queries and weights are words of two numbers
+// then (isa_avx512_bf16.cpp).
+template <class Element>
+struct Dots {
+  static constexpr bool kHas = false;
+};
 
 template <class Element>
 inline const Element* key_tile(const AttentionTile& t, int64_t key) {

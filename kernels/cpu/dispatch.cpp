@@ -23,6 +23,13 @@ extern const Kernels kTable;
 namespace plain {
 extern const Kernels kTable;
 }
+#if defined(TWINPLANE_AVX512_BF16)
+namespace avx512_bf16 {
+void attention_query(const AttentionTile&, void* scratch);
+void attention_partition(const AttentionPartition&, const AttentionPartition& next, SoftmaxState* states, float* sums,
+                         void* scratch);
+}  // namespace avx512_bf16
+#endif
 #if defined(TWINPLANE_AMX)
 namespace amx {
 void panel_product(const PanelProduct&);
@@ -38,6 +45,20 @@ void attention_partition(const AttentionPartition&, const AttentionPartition& ne
 
 namespace {
 
+#if defined(TWINPLANE_AVX512_BF16)
+// AVX-512 but for attention over FP8.
+const Kernels* avx512_bf16_table() {
+  static const Kernels table = [] {
+    Kernels kernels = avx512::kTable;
+    kernels.name = "avx512_bf16";
+    kernels.attention_query = avx512_bf16::attention_query;
+    kernels.attention_partition = avx512_bf16::attention_partition;
+    return kernels;
+  }();
+  return __builtin_cpu_supports("avx512bf16") ? &table : nullptr;
+}
+#endif
+
 #if defined(TWINPLANE_AMX)
 // Whether the processor has tiles and the operating system lets this process use them, which it has to be asked for.
 bool may_use_tiles() {
@@ -50,9 +71,9 @@ bool may_use_tiles() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// AVX-512 but for the products and for attention over bfloat16.
+// AVX-512 with its bfloat16 but for the products and for attention over bfloat16.
 const Kernels* amx_table() {
-  static const bool may = may_use_tiles();
+  static const bool may = avx512_bf16_table() != nullptr && may_use_tiles();
   static const Kernels table = [] {
     Kernels kernels = avx512::kTable;
     kernels.name = "amx";
@@ -79,6 +100,9 @@ const Kernels* find(const char* name) {
                           __builtin_cpu_supports("avx512vnni");
 #if defined(TWINPLANE_AMX)
   if (std::strcmp(name, "amx") == 0 && has_avx512) return amx_table();
+#endif
+#if defined(TWINPLANE_AVX512_BF16)
+  if (std::strcmp(name, "avx512_bf16") == 0 && has_avx512) return avx512_bf16_table();
 #endif
   if (std::strcmp(name, "avx512") == 0 && has_avx512) return &avx512::kTable;
   if (std::strcmp(name, "avx2") == 0 && has_avx2) return &avx2::kTable;

@@ -109,22 +109,25 @@ inline Fp8Scale fp8_scale(const float* x, int64_t dim) {
   return {static_cast<uint8_t>(power), bits_float(static_cast<uint32_t>(254 - power) << 23)};
 }
 
-// out[d * stride] for the dims of one head; 0 * NaN is no number, so what is not finite writes zeros.
-inline void write_fp8(const float* x, int64_t dim, Fp8Scale scale, Fp8* out, int64_t stride) {
-  for (int64_t d = 0; d < dim; ++d) out[d * stride] = scale.factor == 0 ? Fp8{0} : float_to_fp8(x[d] * scale.factor);
+// 0 * NaN is no number, so what is not finite becomes zeros.
+inline Fp8 scaled_fp8(float x, Fp8Scale scale) { return scale.factor == 0 ? Fp8{0} : float_to_fp8(x * scale.factor); }
+
+// A key's dims, in pairs, into a tile of 16 keys.
+template <class Element, class Convert>
+inline void write_key_pairs(const float* key, Element* tile, int64_t lane, int64_t head_dim, const Convert& convert) {
+  const int64_t paired = head_dim / 2 * 2;
+  for (int64_t d = 0; d < paired; ++d) tile[d / 2 * 32 + 2 * lane + d % 2] = convert(key[d]);
+  if (paired < head_dim) tile[paired * 16 + lane] = convert(key[paired]);
 }
 
 void write_key(const float* key, void* tile, int64_t lane, int64_t head_dim, KvType type) {
   if (type == KvType::kFp8) {
-    Fp8* out = static_cast<Fp8*>(tile) + lane;
+    Fp8* out = static_cast<Fp8*>(tile);
     const Fp8Scale scale = fp8_scale(key, head_dim);
-    write_fp8(key, head_dim, scale, out, 16);
-    out[head_dim * 16] = {scale.power};
+    write_key_pairs(key, out, lane, head_dim, [&](float x) { return scaled_fp8(x, scale); });
+    out[head_dim * 16 + lane] = {scale.power};
   } else if (type == KvType::kBfloat16) {
-    Bf16* out = static_cast<Bf16*>(tile);
-    const int64_t paired = head_dim / 2 * 2;
-    for (int64_t d = 0; d < paired; ++d) out[d / 2 * 32 + 2 * lane + d % 2] = float_to_bf16(key[d]);
-    if (paired < head_dim) out[paired * 16 + lane] = float_to_bf16(key[paired]);
+    write_key_pairs(key, static_cast<Bf16*>(tile), lane, head_dim, float_to_bf16);
   } else {
     float* out = static_cast<float*>(tile) + lane;
     for (int64_t d = 0; d < head_dim; ++d) out[d * 16] = key[d];
@@ -134,7 +137,8 @@ void write_key(const float* key, void* tile, int64_t lane, int64_t head_dim, KvT
 void write_value(const float* value, void* first, uint8_t* power, int64_t value_dim, KvType type) {
   if (type == KvType::kFp8) {
     const Fp8Scale scale = fp8_scale(value, value_dim);
-    write_fp8(value, value_dim, scale, static_cast<Fp8*>(first), 1);
+    Fp8* out = static_cast<Fp8*>(first);
+    for (int64_t d = 0; d < value_dim; ++d) out[2 * d] = scaled_fp8(value[d], scale);
     *power = scale.power;
   } else if (type == KvType::kBfloat16) {
     Bf16* out = static_cast<Bf16*>(first);

@@ -53,21 +53,17 @@ static inline uint16_t float_to_half(float x) {
 }
 
 // E4M3 of the Open Compute Project's 8-bit formats (arXiv 2209.05433): 4 bits of exponent, 3 of mantissa, no infinity.
-// For magnitudes up to 448, the greatest.
+// For magnitudes up to 448, the greatest. Below 2^-6, the least that has an exponent of its own, come 0 and 2^-6 only.
 static inline Fp8 float_to_fp8(float x) {
   const uint32_t bits = float_bits(x);
   const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude < 0x3C800000u) {  // below 2^-6: adding 2^14 leaves units of 2^-9 in the low bits
-    return {static_cast<uint8_t>(sign | (float_bits(bits_float(magnitude) + 16384.0f) - 0x46800000u))};
-  }
+  if (magnitude < 0x3C800000u) return {static_cast<uint8_t>(sign | (magnitude > 0x3C000000u ? 8u : 0u))};
   const uint32_t rounded = magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u);
   return {static_cast<uint8_t>(sign | ((rounded - (120u << 23)) >> 20))};
 }
 
-// The half-precision number of the same digits, which is 256 times smaller.
-static inline uint16_t fp8_as_half(Fp8 x) {
-  return static_cast<uint16_t>((x.bits & 0x80u) << 8 | (x.bits & 0x7Fu) << 7);
-}
+// The float of the same digits, which is 2^120 times smaller.
+static inline float fp8_digits(Fp8 x) { return bits_float((x.bits & 0x80u) << 24 | (x.bits & 0x7Fu) << 20); }
 
 }  // namespace twinplane::kernels

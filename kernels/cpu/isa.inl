@@ -28,6 +28,8 @@
 
 #include "kernels/cpu/attention_keys.inl"
 
+#include "kernels/cpu/attention_strips.inl"
+
 #include "kernels/cpu/attention.inl"
 
 namespace twinplane::kernels::TWINPLANE_ISA {

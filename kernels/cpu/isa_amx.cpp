@@ -1,5 +1,5 @@
 // Panel products on AMX, the matrix unit of some processors with AVX-512; for everything else such a processor runs
-// isa_avx512.cpp. A tile instruction multiplies 16 rows of x by 16 columns where a vector one takes one row.
+// isa_avx512_bf16.cpp. A tile instruction multiplies 16 rows of x by 16 columns where a vector one takes one row.
 //
 // Integers (integer_product). The sums are scaled and added exactly as integer_strip (quantized.inl) does: which of the
 // two runs changes no bit, so rows that do not fill a tile go there.
@@ -42,6 +42,11 @@ using namespace avx512;
 namespace twinplane::kernels::avx512 {
 extern const Kernels kTable;
 }
+namespace twinplane::kernels::avx512_bf16 {
+void attention_query(const AttentionTile&, void* scratch);
+void attention_partition(const AttentionPartition&, const AttentionPartition& next, SoftmaxState* states, float* sums,
+                         void* scratch);
+}  // namespace twinplane::kernels::avx512_bf16
 
 namespace twinplane::kernels::amx {
 namespace {

@@ -108,16 +108,22 @@ struct GatedEpilogue {
 
 // How keys and values are cached. FP8: each head of a token as E4M3 numbers times a power of two of its own, a byte
 // beside them (E8M0: 2^(byte - 127); 255 and zeros if a value was not finite). The power is the smallest that leaves no
-// number above 448, so that a number is off by at most 1/16 of itself or 2^-17 of the head's greatest. A token's bytes
-// depend on that token alone.
+// number above 448, and of numbers below 2^-6 there are 0 and 2^-6 only, so that one is off by at most 1/16 of itself
+// or 2^-14 of the head's greatest. A token's bytes depend on that token alone.
 //
-//   float32    keys [B / 16][D][16]                       values [B][Dv]
-//   bfloat16   keys [B / 16] { [D / 2][16][2], [D % 2][16] }   values [B / 2][Dv][2]
-//   FP8        keys [B / 16] { [D][16], powers [16] }     values { [B][Dv], powers [B] }
+//   float32    keys [B / 16][D][16]                                          values [B][Dv]
+//   bfloat16   keys [B / 16] { [D / 2][16][2], [D % 2][16] }                 values [B / 2][Dv][2]
+//   FP8        keys [B / 16] { [D / 2][16][2], [D % 2][16], powers [16] }    values { [B / 2][Dv][2], powers [B] }
 //
-// bfloat16: what a product runs over, dims of keys and tokens of values, lies in pairs, as the matrix unit wants it
-// (attention_amx.cpp) and other processors read it with the least work.
+// What a product runs over, dims of keys and tokens of values, lies in pairs, as the matrix unit wants it
+// (attention_amx.inl) and other processors read it with the least work.
 enum class KvType : uint8_t { kFloat32, kBfloat16, kFp8 };
+
+// FP8 numbers are read as floats of the same digits, so 2^-120 of them, at the lower end of what a float can be. What
+// they are multiplied with makes up for it: queries and powers are taken times these, and sums times the first again.
+// With them queries, keys and values from 1e-12 to 1e16 meet nothing on the way that is too small or too great.
+inline constexpr float kFp8Unit = 0x1p40f;
+inline constexpr float kFp8PowerUnit = 0x1p80f;
 
 // One tile of attention: some consecutive query tokens of one sequence times the query heads of one KV head.
 // Row r of the tile is token r / heads, head r % heads.
@@ -234,6 +240,6 @@ struct Kernels {
 const Kernels& active();
 bool select(const char* name);
 bool supported(const char* name);
-inline constexpr const char* kInstructionSets[] = {"amx", "avx512", "avx2", "plain"};  // best first
+inline constexpr const char* kInstructionSets[] = {"amx", "avx512_bf16", "avx512", "avx2", "plain"};  // best first
 
 }  // namespace twinplane::kernels

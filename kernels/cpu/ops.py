@@ -168,8 +168,8 @@ def allocate_kv(
 ) -> tuple[Tensor, Tensor]:
     """K [N, G, B/16, D, 16], V [N, G, B, Dv], zeroed. Raises ValueError for a block size or dtype the kernels do not have.
 
-    bfloat16: K {[D/2, 16, 2], [D%2, 16]} and V [B/2, Dv, 2] in that memory (KvType in kernels.hpp).
-    float8_e4m3fn: bytes, with a power of two beside each head of a token; K [N, G, B/16, D + 1, 16], V [N, G, B (Dv + 1)] uint8.
+    bfloat16 and float8_e4m3fn: K {[D/2, 16, 2], [D%2, 16]} and V [B/2, Dv, 2] in that memory (KvType in kernels.hpp).
+    float8_e4m3fn: with a power of two beside each head of a token, as bytes; K [N, G, B/16, D + 1, 16], V [N, G, B (Dv + 1)] uint8.
     """
     if block_size % KEY_TILE:
         raise ValueError(f"block_size is {block_size}; the CPU kernels need a multiple of {KEY_TILE}")

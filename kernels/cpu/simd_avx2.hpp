@@ -33,20 +33,14 @@ struct F16 {
   static F16 load_first_odd(const Bf16* p, int64_t n) {
     return {odd(first_pairs(p, n)), odd(first_pairs(p + 16, n - 8))};
   }
-  static F16 load(const Fp8* p) {
-    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1),
-                                            _mm256_set1_epi16(static_cast<short>(0xBFFF)));
-    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
-  }
+  static F16 load(const Fp8* p) { return {fp8<20>(dwords(p)), fp8<20>(dwords(p + 8))}; }
+  static F16 load_even(const Fp8* p) { return {fp8<20>(words(p)), fp8<20>(words(p + 16))}; }
+  static F16 load_odd(const Fp8* p) { return {fp8<4>(words(p)), fp8<4>(words(p + 16))}; }
+  static F16 load_first_even(const Fp8* p, int64_t n) { return load_even(FirstPairs(p, n).bytes); }
+  static F16 load_first_odd(const Fp8* p, int64_t n) { return load_odd(FirstPairs(p, n).bytes); }
   static F16 load_powers(const uint8_t* p) { return {power_of(p), power_of(p + 8)}; }
   static F16 load_first(const float* p, int64_t n) {
     return {_mm256_maskload_ps(p, first(n)), _mm256_maskload_ps(p + 8, first(n - 8))};
-  }
-  static F16 load_first(const Fp8* p, int64_t n) {
-    Fp8 copy[16] = {};
-    for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
-    return load(copy);
   }
   static F16 load_half(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
@@ -139,8 +133,26 @@ struct F16 {
   }
   static __m256 power_of(const uint8_t* p) {
     const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 23)), _mm256_set1_ps(256));
+    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 23)), _mm256_set1_ps(kFp8PowerUnit));
   }
+  template <int Shift>
+  static __m256 fp8(__m256i numbers) {
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_slli_epi32(numbers, Shift), _mm256_set1_epi32(INT32_MIN | 127 << 20)));
+  }
+  static __m256i dwords(const Fp8* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static __m256i words(const Fp8* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  // The first 2 n of 32, zeros for the others.
+  struct FirstPairs {
+    Fp8 bytes[32] = {};
+    FirstPairs(const Fp8* p, int64_t n) {
+      for (int64_t i = 0; i < 2 * n && i < 32; ++i) bytes[i] = p[i];
+    }
+  };
   static __m256i pairs(const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static __m256i first_pairs(const Bf16* p, int64_t n) {
     return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first(n));

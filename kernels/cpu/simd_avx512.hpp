@@ -21,6 +21,9 @@ inline constexpr int kUnpackRows = 6;    // from more rows on, quantized panels 
 inline constexpr int kIntegerRows = 8;   // rows of an integer product: 16 registers accumulate
 inline constexpr int kRegisters = 32;    // of 16 floats each
 
+// The first n lanes, of 16.
+inline __mmask16 first(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : n <= 0 ? 0u : (1u << n) - 1); }
+
 struct F16 {
   __m512 v;
 
@@ -37,16 +40,21 @@ struct F16 {
   // Of the first 2 n.
   static F16 load_first_even(const Bf16* p, int64_t n) { return even(_mm512_maskz_loadu_epi32(first(n), p)); }
   static F16 load_first_odd(const Bf16* p, int64_t n) { return odd(_mm512_maskz_loadu_epi32(first(n), p)); }
-  // FP8 numbers divided by 256: as half-precision ones of the same digits.
-  static F16 load(const Fp8* p) { return from_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-  // 256 * 2^(byte - 127): what FP8 numbers as loaded are to be multiplied with. 0 for byte 0, infinite for 255.
+  // FP8 numbers times 2^-120: as floats of the same digits.
+  static F16 load(const Fp8* p) {
+    return fp8<20>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static F16 load_even(const Fp8* p) { return fp8<20>(words(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))); }
+  static F16 load_odd(const Fp8* p) { return fp8<4>(words(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))); }
+  static F16 load_first_even(const Fp8* p, int64_t n) { return fp8<20>(words(_mm256_maskz_loadu_epi16(first(n), p))); }
+  static F16 load_first_odd(const Fp8* p, int64_t n) { return fp8<4>(words(_mm256_maskz_loadu_epi16(first(n), p))); }
+  // kFp8PowerUnit * 2^(byte - 127). 0 for byte 0, infinite for 255.
   static F16 load_powers(const uint8_t* p) {
     const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return {_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 23)), _mm512_set1_ps(256))};
+    return {_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 23)), _mm512_set1_ps(kFp8PowerUnit))};
   }
   // The first n lanes (0 <= n <= 16), zero beyond; touches no memory beyond.
   static F16 load_first(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
-  static F16 load_first(const Fp8* p, int64_t n) { return from_fp8(_mm_maskz_loadu_epi8(first(n), p)); }
   static F16 load_half(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
   }
@@ -97,16 +105,17 @@ struct F16 {
     const __m128i halves = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
     return _mm_cvtsi128_si32(halves) + _mm_extract_epi16(halves, 4) - 16 * 128;
   }
-  static F16 from_fp8(__m128i bytes) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
-    return {
-        _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(static_cast<short>(0xBFFF))))};
+  // Of numbers with copies of their sign above them: the lower seven bits go to 20 .. 26, the sign where it belongs.
+  template <int Shift>
+  static F16 fp8(__m512i numbers) {
+    return {_mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_slli_epi32(numbers, Shift), _mm512_set1_epi32(INT32_MIN | 127 << 20)))};
   }
+  static __m512i words(__m256i bytes) { return _mm512_cvtepi8_epi16(bytes); }
   static F16 even(__m512i pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}; }
   static F16 odd(__m512i pairs) {
     return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(INT32_MIN >> 15)))};
   }
-  static __mmask16 first(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : n <= 0 ? 0u : (1u << n) - 1); }
 };
 
 // 16 lanes of 4 bytes: numbers of 16 columns, or one quad of x for all of them.

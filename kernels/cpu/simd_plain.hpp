@@ -46,16 +46,21 @@ struct F16 {
   }
   static F16 load_first_odd(const Bf16* p, int64_t n) { return load_first_even(p + 1, n); }
   static F16 load(const Fp8* p) {
-    return each([&](int i) { return half_to_float(fp8_as_half(p[i])); });
+    return each([&](int i) { return fp8_digits(p[i]); });
   }
+  static F16 load_even(const Fp8* p) {
+    return each([&](int i) { return fp8_digits(p[2 * i]); });
+  }
+  static F16 load_odd(const Fp8* p) { return load_even(p + 1); }
+  static F16 load_first_even(const Fp8* p, int64_t n) {
+    return each([&](int i) { return i < n ? fp8_digits(p[2 * i]) : 0.0f; });
+  }
+  static F16 load_first_odd(const Fp8* p, int64_t n) { return load_first_even(p + 1, n); }
   static F16 load_powers(const uint8_t* p) {
-    return each([&](int i) { return bits_float(static_cast<uint32_t>(p[i]) << 23) * 256; });
+    return each([&](int i) { return bits_float(static_cast<uint32_t>(p[i]) << 23) * kFp8PowerUnit; });
   }
   static F16 load_first(const float* p, int64_t n) {
     return each([&](int i) { return i < n ? p[i] : 0.0f; });
-  }
-  static F16 load_first(const Fp8* p, int64_t n) {
-    return each([&](int i) { return i < n ? half_to_float(fp8_as_half(p[i])) : 0.0f; });
   }
   static F16 load_half(const uint16_t* p) {
     return each([&](int i) { return half_to_float(p[i]); });

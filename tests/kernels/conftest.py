@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-INSTRUCTION_SETS = ("amx", "avx512", "avx2", "plain")
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

@@ -26,7 +26,7 @@ def innermost_loop(body: str) -> list[str]:
         jump = _JUMP.match(text)
         if jump and int(jump[1], 16) < address:
             loop = [each for at, each in instructions if int(jump[1], 16) <= at <= address]
-            if any(re.match(r"vfmadd|vpdpbusd|vpmaddubsw", each) for each in loop):
+            if any(re.match(r"vfmadd|vpdpbusd|vpmaddubsw|vdpbf16ps", each) for each in loop):
                 loops.append(loop)
     return min(loops, key=len, default=[])
 
@@ -47,18 +47,19 @@ def _of(strips: list[tuple[str, list[str]]], isa: str) -> Iterator[tuple[str, li
     return ((name, loop) for name, loop in strips if f"::{isa}::" in name)
 
 
-@pytest.mark.parametrize(("isa", "register"), [("avx512", "%zmm"), ("avx2", "%ymm")])
+@pytest.mark.parametrize(("isa", "register"), [("avx512_bf16", "%zmm"), ("avx512", "%zmm"), ("avx2", "%ymm")])
 def test_no_vector_leaves_its_register_inside_a_micro_kernel(strips: list[tuple[str, list[str]]], isa: str, register: str) -> None:
     checked = 0
     for name, loop in _of(strips, isa):
         assert loop, f"{name} has no loop of multiply-adds"
         spilled = [text for text in loop if re.search(rf"{register}\d+,[-0-9a-fx]*\(%r[sb]p", text)]  # stores; reloading a constant is fine
-        # The loops over quantized numbers hold scales and unpacked numbers beside the sums: there a few stores hide behind the products.
-        allowed = len(loop) // 8 if "integer_strip<" in name or "quantized_strip<" in name else 0
+        # The loops over quantized numbers hold scales, masks and unpacked numbers beside the sums: there a few stores hide behind the
+        # products.
+        allowed = len(loop) // 8 if re.search(r"integer_strip<|quantized_strip<|Fp8, 6,", name) else 0
         assert len(spilled) <= allowed, f"{name}: {spilled}"
         checked += 1
     if isa in _cpu.supported_isas():
-        assert checked > 50
+        assert checked > (20 if isa == "avx512_bf16" else 50)  # that one has attention only
 
 
 def test_the_widest_strip_is_nearly_all_multiply_adds(strips: list[tuple[str, list[str]]]) -> None:
