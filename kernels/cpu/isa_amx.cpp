@@ -137,7 +137,7 @@ struct Unpacked {
  private:
   void unpack(const Group& group, int64_t g) {
     unroll<kParts>([&](auto part) TWINPLANE_INLINE {
-      group.template for_quads<part.value>([&](int64_t t, const Words(&quad)[kPanelVectors]) TWINPLANE_INLINE {
+      group.template for_quads<part.value, false>([&](int64_t t, const Words(&quad)[kPanelVectors]) TWINPLANE_INLINE {
         unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE {
           const __m512i number = _mm512_sub_epi8(quad[v.value].v, _mm512_set1_epi8(Group::kFormat.offset));
           _mm512_store_si512(numbers[g][v.value][t], number);

@@ -87,7 +87,7 @@ template <int Rows, WeightKind Kind>
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
         unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = Sums::zero(); });
       });
-      group.template for_quads<part.value>([&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
+      group.template for_quads<part.value, (Rows > 3)>([&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
         unroll<Rows>([&](auto r) TWINPLANE_INLINE {
           const Words quad = Words::broadcast(x[g].numbers[first + r.value] + 4 * t);
           unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value].add(numbers[v.value], quad); });

@@ -78,14 +78,14 @@ struct QuantizedGroup {
     });
   }
 
-  // body(t, numbers) for each quad t of a part; numbers[v] holds 16 columns times 4 bytes.
-  template <int Part, class Body>
+  // body(t, numbers) for each quad t of a part; numbers[v] holds 16 columns times 4 bytes. Apart: beside so many sums
+  // that no number may be loaded before its turn.
+  template <int Part, bool Apart, class Body>
   TWINPLANE_INLINE void for_quads(const Body& body) const {
-    constexpr int64_t kWords = kGroup / 4 / kQuadsPerWord;
+    constexpr int kWords = kGroup / 4 / kQuadsPerWord / kParts;
     Words high[kPanelVectors];
-    if constexpr (kHighBits > 0) load_words(kWords + Part, high);
-#pragma GCC unroll 1  // else the whole group is one stretch of code with more values alive than there are registers
-    for (int64_t w = Part * kWords / kParts; w < (Part + 1) * kWords / kParts; ++w) {
+    if constexpr (kHighBits > 0) load_words(kWords * kParts + Part, high);
+    const auto quads_of = [&](int64_t w) TWINPLANE_INLINE {
       Words word[kPanelVectors];
       load_words(w, word);
       unroll<kQuadsPerWord>([&](auto q) TWINPLANE_INLINE {
@@ -103,6 +103,16 @@ struct QuantizedGroup {
         });
         body(w * kQuadsPerWord + q.value, numbers);
       });
+    };
+    if constexpr (kRegisters >= 32) {
+      // Not a loop: GCC would copy the sums to other registers and back each time around.
+      unroll<kWords>([&](auto w) TWINPLANE_INLINE {
+        if constexpr (Apart) asm volatile("" ::: "memory");
+        quads_of(Part * kWords + w.value);
+      });
+    } else {
+#pragma GCC unroll 1  // else more values are alive than there are registers
+      for (int64_t w = Part * kWords; w < (Part + 1) * kWords; ++w) quads_of(w);
     }
   }
 
@@ -130,7 +140,7 @@ struct QuantizedGroup {
   template <class Body>
   TWINPLANE_INLINE void for_lines(const Body& body) const {
     unroll<kParts>([&](auto part) TWINPLANE_INLINE {
-      for_quads<part.value>([&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
+      for_quads<part.value, false>([&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
         unroll<4>([&](auto j) TWINPLANE_INLINE {
           F16 line[kPanelVectors];
           unroll<kPanelVectors>(
