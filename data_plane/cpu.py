@@ -24,7 +24,7 @@ _EXACT = "arithmetic is float32"
 _NO_HALF = "float16 is not computed on CPUs: use float32 (exact for float16 weights), or bfloat16 (half the memory, coarser values)"
 
 
-_PIECE_BYTES = 4 << 20  # made ready at a time
+_PIECE_BYTES = 2 << 20  # made ready at a time: a huge page. A step that comes meanwhile waits
 _LEAD = 1.25  # as many bytes are made ready as new blocks can need at most, and a quarter more
 
 
@@ -130,7 +130,7 @@ class CpuDevice(Device):
             self._swapped = KVCache(spec, num_host_blocks, self.ops, self.name)
         if self._native:
             self._unsettled = self._populate()
-            self._bytes_per_token, self._behind_bytes = spec.bytes_per_token, 0.0
+            self._bytes_per_token, self._ready_bytes, self._needed_bytes = spec.bytes_per_token, 0, 0.0
 
     def settle(self) -> bool:
         return next(self._unsettled, False)
@@ -148,14 +148,15 @@ class CpuDevice(Device):
                         continue
                     if not _cpu.populate(piece):
                         return
+                    self._ready_bytes += piece.nbytes
                     yield True
 
     def _stay_ahead(self, tokens: int) -> None:
-        """Where there is always something to compute, `settle` is never called. Then memory comes with the steps, as fast as they can
+        """Where there is always something to compute, `settle` is hardly called. Then memory comes with the steps, as fast as they can
         use it up: else a step that is the first to write to new memory waits for all layers' pages at once."""
-        self._behind_bytes += _LEAD * tokens * self._bytes_per_token
-        while self._behind_bytes >= _PIECE_BYTES and self.settle():
-            self._behind_bytes -= _PIECE_BYTES
+        self._needed_bytes += _LEAD * tokens * self._bytes_per_token
+        while self._ready_bytes + _PIECE_BYTES <= self._needed_bytes and self.settle():
+            pass
 
     def forward(self, batch: Batch) -> Tensor:
         if self._native:

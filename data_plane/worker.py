@@ -73,15 +73,15 @@ class Worker:
 
         Raises StepFailedError once a step has failed and said so in the ring.
         """
-        next_step, unsettled = 0, True
+        next_step, wait_ns = 0, IDLE_NS
         while not stopped():
             self._rings.set_phase(Phase.IDLE, next_step)
-            sequence = self._rings.wait_step(IDLE_NS if unsettled else WAIT_NS)
+            sequence = self._rings.wait_step(wait_ns)
             if sequence is not None:
                 self._serve(sequence, stopped)
-                next_step = sequence + 1
-            elif unsettled:
-                unsettled = self._device.settle()
+                next_step, wait_ns = sequence + 1, IDLE_NS
+            else:
+                wait_ns = 0 if self._device.settle() else WAIT_NS
         self._rings.set_phase(Phase.STOPPED, next_step)
 
     def _serve(self, sequence: int, stopped: Callable[[], bool]) -> None:

@@ -29,21 +29,32 @@ def device_of(layers: int, blocks: int) -> cpu.CpuDevice:
 
 
 def test_the_first_blocks_of_all_layers_come_first(populated: list[tuple[int, int]]) -> None:
-    device = device_of(layers=3, blocks=1024)  # 8 MiB of keys and 8 of values each: two pieces
+    device = device_of(layers=3, blocks=512)  # 4 MiB of keys and 4 of values each: two pieces
     while device.settle():
         pass
     starts = [start for start, _ in populated[:6]]
     assert [start + cpu._PIECE_BYTES for start in starts] == [start for start, _ in populated[6:12]]
-    assert len(populated) == 12 and sum(size for _, size in populated) == 3 * 2 * (8 << 20)
+    assert len(populated) == 12 and sum(size for _, size in populated) == 3 * 2 * (4 << 20)
 
 
 def test_a_busy_device_stays_ahead_of_its_steps(populated: list[tuple[int, int]]) -> None:
-    device = device_of(layers=3, blocks=1024)
+    device = device_of(layers=3, blocks=512)
     tokens = 0
-    while tokens < 1024 * 16:
+    while tokens < 512 * 16:
         device._stay_ahead(100)
         tokens += 100
         ready = sum(size for _, size in populated)
-        assert ready + cpu._PIECE_BYTES > min(tokens * 3 * 2 * 2 * 64 * 4, 3 * 2 * (8 << 20))
+        assert ready + cpu._PIECE_BYTES > min(tokens * 3 * 2 * 2 * 64 * 4, 3 * 2 * (4 << 20))
     device._stay_ahead(100)  # and nothing happens when all is there
     assert len(populated) == 12
+
+
+def test_steps_do_not_wait_for_memory_that_idleness_has_brought(populated: list[tuple[int, int]]) -> None:
+    device = device_of(layers=3, blocks=512)
+    for _ in range(6):
+        device.settle()
+    device._stay_ahead(100)
+    assert len(populated) == 6
+    while len(populated) == 6:
+        device._stay_ahead(100)
+        assert device._needed_bytes < 7 * cpu._PIECE_BYTES + cpu._LEAD * 100 * device._bytes_per_token
