@@ -22,14 +22,17 @@ def run(
     depth: int = 2,
     pool_percent: int = 100,
     max_substeps: int = 1,
+    repeats: int = 1,
 ) -> dict[str, Any]:
     """Time `ticks` ticks with `running` resident sequences.
 
     `prompt` and `output` are mean lengths in tokens; `pool_percent` below 100 makes memory short, so that sequences are preempted;
     with `max_substeps` above 1 the data plane may make several tokens of a step, and newcomers come in crowds, so that it can.
-    Returns ``p50_us``, ``p99_us``, ``p999_us``, ``max_us``; ``allocations_per_tick`` (calls of operator new and delete);
+    Of `repeats`, which all do the same, tick by tick, the least time of each tick is what it takes without interruptions from outside.
+    Returns ``p50_us``, ``p99_us``, ``p999_us``, ``max_us`` of all; ``undisturbed_p50_us`` and ``undisturbed_p99_us`` of these least times;
+    ``allocations_per_tick`` (calls of operator new and delete);
     ``syscalls_per_tick`` (share of ticks with a system call, None where the kernel can not tell: before Linux 5.11 or not x86-64);
     and what the ticks did: ``sequences_per_step``, ``finishes_per_tick``, ``admissions_per_tick``, ``table_writes_per_tick``,
     ``preemptions_per_tick``, ``results_per_step``.
     """
-    return measure("tick_bench", running, ticks, prompt, output, block_size, depth, pool_percent, max_substeps)
+    return measure("tick_bench", running, ticks, prompt, output, block_size, depth, pool_percent, max_substeps, repeats)

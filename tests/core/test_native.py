@@ -21,6 +21,11 @@ def test_INV_11_a_tick_allocates_nothing_and_makes_no_system_call(depth: int, po
     assert pool_percent == 100 or measured["preemptions_per_tick"] > 0
 
 
+def test_repeats_of_the_tick_benchmark_show_what_ticks_take_undisturbed() -> None:
+    measured = tick.run(64, ticks=500, prompt=200, output=60, repeats=3)
+    assert 0 < measured["undisturbed_p50_us"] <= measured["p50_us"] and 0 < measured["undisturbed_p99_us"] <= measured["p99_us"]
+
+
 def test_INV_11_nor_do_the_ticks_and_results_of_steps_of_several_substeps() -> None:
     measured = tick.run(64, ticks=4000, prompt=200, output=60, max_substeps=8)
     assert measured["allocations_per_tick"] == 0

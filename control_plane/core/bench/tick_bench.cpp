@@ -1,7 +1,10 @@
 // Measures what the scheduler adds to every step: accept newcomers + retire a result + plan and commit the next step +
 // hand events over. A steady mixture of decodes, block growth, finishes and admissions; results are made up outside the
 // timed part, and so is what other threads do (submitting, polling). Usage: tick_bench RUNNING TICKS PROMPT OUTPUT
-// BLOCK_SIZE DEPTH POOL_PERCENT MAX_SUBSTEPS; prints one JSON object.
+// BLOCK_SIZE DEPTH POOL_PERCENT MAX_SUBSTEPS REPEATS; prints one JSON object.
+//
+// Every repeat does the same, tick by tick. The least of a tick's times is therefore what it takes where nothing else,
+// not even an interrupt, comes in between.
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -88,7 +91,7 @@ namespace twinplane::core {
 namespace {
 
 struct Options {
-  uint32_t running, ticks, prompt, output, block_size, depth, pool_percent, max_substeps;
+  uint32_t running, ticks, prompt, output, block_size, depth, pool_percent, max_substeps, repeats;
 };
 
 Config config_of(const Options& o) {
@@ -135,7 +138,35 @@ class Bench {
     before_ = scheduler_.counters();
     has_watch_ = watch_system_calls();
     for (uint32_t i = 0; i < options_.ticks; ++i) turn();
-    report();
+    dispatch = SYSCALL_DISPATCH_FILTER_ALLOW;
+  }
+
+  const Timings& times() const { return times_; }
+
+  // `times`: of all repeats. `least`: of each tick. Both are sorted.
+  void report(Timings& times, Timings& least) const {
+    const double ticks = options_.ticks;
+    const Counters& after = scheduler_.counters();
+    uint64_t finished = 0;
+    for (size_t i = 0; i < after.finished.size(); ++i) finished += after.finished[i] - before_.finished[i];
+    std::printf(
+        "{\"running\": %u, \"ticks\": %u, \"p50_us\": %.3f, \"p99_us\": %.3f, \"p999_us\": %.3f, \"max_us\": %.3f, "
+        "\"undisturbed_p50_us\": %.3f, \"undisturbed_p99_us\": %.3f, "
+        "\"allocations_per_tick\": %.6f, \"syscalls_per_tick\": ",
+        options_.running, options_.ticks, times.us_at(0.5), times.us_at(0.99), times.us_at(0.999), times.us_at(1.0),
+        least.us_at(0.5), least.us_at(0.99), static_cast<double>(heap_operations) / ticks);
+    if (has_watch_) {
+      std::printf("%.6f", static_cast<double>(system_calls) / ticks);
+    } else {
+      std::printf("null");
+    }
+    std::printf(
+        ", \"sequences_per_step\": %.2f, \"finishes_per_tick\": %.4f, \"admissions_per_tick\": %.4f, "
+        "\"table_writes_per_tick\": %.4f, \"preemptions_per_tick\": %.5f, \"results_per_step\": %.3f}\n",
+        static_cast<double>(seqs_) / ticks, static_cast<double>(finished) / ticks,
+        static_cast<double>(admissions_) / ticks, static_cast<double>(growths_) / ticks,
+        static_cast<double>(after.preemptions - before_.preemptions) / ticks,
+        static_cast<double>(results_) / static_cast<double>(sent_ - sent_before_));
   }
 
  private:
@@ -230,30 +261,6 @@ class Bench {
     seqs_ += header.num_seqs;
   }
 
-  void report() {
-    const double ticks = options_.ticks;
-    const Counters& after = scheduler_.counters();
-    uint64_t finished = 0;
-    for (size_t i = 0; i < after.finished.size(); ++i) finished += after.finished[i] - before_.finished[i];
-    std::printf(
-        "{\"running\": %u, \"ticks\": %u, \"p50_us\": %.3f, \"p99_us\": %.3f, \"p999_us\": %.3f, \"max_us\": %.3f, "
-        "\"allocations_per_tick\": %.6f, \"syscalls_per_tick\": ",
-        options_.running, options_.ticks, times_.us_at(0.5), times_.us_at(0.99), times_.us_at(0.999), times_.us_at(1.0),
-        static_cast<double>(heap_operations) / ticks);
-    if (has_watch_) {
-      std::printf("%.6f", static_cast<double>(system_calls) / ticks);
-    } else {
-      std::printf("null");
-    }
-    std::printf(
-        ", \"sequences_per_step\": %.2f, \"finishes_per_tick\": %.4f, \"admissions_per_tick\": %.4f, "
-        "\"table_writes_per_tick\": %.4f, \"preemptions_per_tick\": %.5f, \"results_per_step\": %.3f}\n",
-        static_cast<double>(seqs_) / ticks, static_cast<double>(finished) / ticks,
-        static_cast<double>(admissions_) / ticks, static_cast<double>(growths_) / ticks,
-        static_cast<double>(after.preemptions - before_.preemptions) / ticks,
-        static_cast<double>(results_) / static_cast<double>(sent_ - sent_before_));
-  }
-
   static constexpr int32_t kEos = 32'000;  // never sampled
 
   Options options_;
@@ -285,6 +292,16 @@ class Bench {
 
 int main(int argc, char** argv) {
   using namespace twinplane::core;
-  const auto v = arguments<8>(argc, argv, "RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT MAX_SUBSTEPS");
-  Bench({v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]}).run();
+  const auto v =
+      arguments<9>(argc, argv, "RUNNING TICKS PROMPT OUTPUT BLOCK_SIZE DEPTH POOL_PERCENT MAX_SUBSTEPS REPEATS");
+  const Options options{v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], std::max(v[8], 1u)};
+  Timings all(size_t{options.repeats} * options.ticks);
+  Timings least(options.ticks);
+  for (uint32_t i = 1; i <= options.repeats; ++i) {
+    Bench bench(options);
+    bench.run();
+    all.append(bench.times());
+    least.keep_least(bench.times());
+    if (i == options.repeats) bench.report(all, least);
+  }
 }

@@ -30,6 +30,14 @@ class Timings {
   void add(uint64_t ns) { ns_.push_back(ns); }
   void clear() { ns_.clear(); }
 
+  void append(const Timings& other) { ns_.insert(ns_.end(), other.ns_.begin(), other.ns_.end()); }
+
+  // Keeps the lesser of each two; of what has none yet, the other's. Before either is sorted.
+  void keep_least(const Timings& other) {
+    for (size_t i = 0; i < ns_.size(); ++i) ns_[i] = std::min(ns_[i], other.ns_[i]);
+    if (ns_.empty()) append(other);
+  }
+
   // Microseconds below which `share` (0..1) of the times lie. Sorts them.
   double us_at(double share) {
     std::ranges::sort(ns_);
