@@ -1,7 +1,7 @@
 """Install other engines, each into a virtual environment of its own: ``python -m twinplane.benchmarks.peers.install llama.cpp openvino``.
 
 They come from the Python package index alone. llama.cpp is compiled here, for this processor: a C++ compiler, CMake and Ninja are needed,
-and about 20 minutes on two cores.
+and about 8 minutes on two cores.
 """
 
 from __future__ import annotations
