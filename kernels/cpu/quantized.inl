@@ -87,12 +87,13 @@ template <int Rows, WeightKind Kind>
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
         unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value] = Sums::zero(); });
       });
-      group.template for_quads<part.value, (Rows > 3)>([&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
-        unroll<Rows>([&](auto r) TWINPLANE_INLINE {
-          const Words quad = Words::broadcast(x[g].numbers[first + r.value] + 4 * t);
-          unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value].add(numbers[v.value], quad); });
-        });
-      });
+      group.template for_quads<part.value, (Rows > 3)>(
+          [&](int64_t t, const Words(&numbers)[kPanelVectors]) TWINPLANE_INLINE {
+            unroll<Rows>([&](auto r) TWINPLANE_INLINE {
+              const Words quad = Words::broadcast(x[g].numbers[first + r.value] + 4 * t);
+              unroll<kPanelVectors>([&](auto v) TWINPLANE_INLINE { c[r.value][v.value].add(numbers[v.value], quad); });
+            });
+          });
       unroll<Rows>([&](auto r) TWINPLANE_INLINE {
         const ActivationTile::Row& a = x[g].rows[first + r.value];
         const int32_t sum = Group::kParts == 1 ? a.sums[0] + a.sums[1] : a.sums[part.value];
